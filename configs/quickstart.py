@@ -1,0 +1,103 @@
+"""The whole ReTerm loop on one small machine: base → SFT cold start → ReTerm-GRPO → evaluation → report.
+
+Command:   bash launch/quickstart.sh            (or: reterm-train --config=configs/quickstart.py --workdir=runs/quickstart)
+Hardware:  2 CPU cores, 8 GB, no GPU, no Docker (bubblewrap sandboxes).
+Result:    a table of Pass@1 and recovery rate for base, SFT and ReTerm-GRPO, and `report.html`; see the README for the
+           numbers of three seeds.
+
+There are no pretrained weights to download, so the quickstart makes its own base model: a one-million-parameter
+Qwen3.5 hybrid, warmed up on scripted first attempts (most of which fail). Everything after that is the method: SFT on
+recoveries taken over by an expert, then ReTerm-GRPO. For a pretrained model set `model.path`; the warm-up is then left out.
+
+Plain GRPO with as many attempts a step:  --config.rl.states=0 --config.rl.tasks=16
+"""
+
+import ml_collections
+
+
+def get_config() -> ml_collections.ConfigDict:
+    c = ml_collections.ConfigDict()
+    c.seed = 0
+
+    c.model = ml_collections.ConfigDict()
+    c.model.path = ""  # a Hugging Face directory; empty: the tiny model below
+    c.model.hidden = 128
+    c.model.layers = 4  # three Gated DeltaNet layers, then one gated full-attention layer
+    c.model.mlp = 384
+    c.model.heads = 4
+    c.model.kv_heads = 2
+    c.model.head_dim = 32
+    c.model.linear_heads = 4
+    c.model.linear_head_dim = 32
+    c.model.dtype = "float32"  # compute; bfloat16 on accelerators
+
+    c.mesh = ml_collections.ConfigDict(dict(data=1, fsdp=1, tensor=1))
+
+    c.tasks = ml_collections.ConfigDict()
+    c.tasks.path = ""  # a directory of Harbor tasks with train/ and test/; empty: generated families
+    c.tasks.train_per_family = 60
+    c.tasks.test_per_family = 8
+
+    c.sandbox = ml_collections.ConfigDict()
+    c.sandbox.kind = "bubblewrap"  # bubblewrap | docker | auto (docker if a daemon answers)
+    c.sandbox.concurrent = 48
+
+    # The paper does not publish its agent limits for training; these fit the tiny tasks.
+    c.agent = ml_collections.ConfigDict()
+    c.agent.max_turns = 6
+    c.agent.max_tokens = 640  # a root attempt's budget; a recovery gets as much again on top of its prefix
+    c.agent.max_turn_tokens = 64
+    c.agent.command_timeout = 5.0
+    c.agent.attempt_timeout = 60.0
+    c.agent.output_limit = 400
+    # Unpublished; content-free, so that the terminal is the only source of information.
+    c.agent.retry_message = "not solved yet"
+
+    c.base = ml_collections.ConfigDict()  # warm-up on scripted first attempts
+    c.base.examples = 1500
+    c.base.epochs = 6
+    c.base.learning_rate = 2e-3
+
+    c.sft = ml_collections.ConfigDict()  # cold start on recovery demonstrations
+    c.sft.examples = 200
+    c.sft.sampled_fraction = 0.5  # demonstrations that take over from the base model's own failures
+    c.sft.epochs = 3
+    c.sft.learning_rate = 5e-4
+
+    for stage in (c.base, c.sft):
+        stage.batch_rows = 8
+        stage.row_length = 1024
+        stage.warmup = 0.05
+        stage.schedule = "cosine"
+        stage.weight_decay = 0.01
+        stage.clip_norm = 1.0
+
+    c.rl = ml_collections.ConfigDict()
+    c.rl.steps = 30
+    c.rl.tasks = 8  # root groups a step
+    c.rl.attempts = 8  # G, attempts of a root group
+    c.rl.states = 8  # failure states a step; 0 is plain GRPO
+    c.rl.forks = 8  # K, recoveries of a failure state
+    c.rl.recovery_weight = 1.0  # weight of recovery tokens against root tokens (unpublished; equal)
+    c.rl.temperature = 1.0
+    c.rl.objective = "ppo_clip"  # or module.py:function
+    c.rl.clip_low = 0.2
+    c.rl.clip_high = 0.28
+    c.rl.standardise = False
+    c.rl.learning_rate = 3e-4
+    c.rl.warmup = 0.0
+    c.rl.schedule = "constant"
+    c.rl.weight_decay = 0.0
+    c.rl.clip_norm = 1.0
+    c.rl.updates = 2  # optimizer updates a step, over disjoint halves of its groups
+    c.rl.batch_rows = 8
+    c.rl.row_length = 1024
+    c.rl.save_every = 3
+
+    c.eval = ml_collections.ConfigDict()
+    c.eval.attempts = 1  # per held-out task
+    c.eval.states = 60  # fixed failure states on held-out tasks
+    c.eval.forks = 2  # recoveries per state
+    c.eval.temperature = 1.0
+    c.eval.trees = 6  # fork trees shown in the report
+    return c

@@ -1,0 +1,62 @@
+"""What the entry points share: flags, logging, and errors as one line with exit status 1."""
+
+import errno
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+from absl import app, flags, logging
+
+
+class UserError(Exception):
+    """Something that the user can mend: the message names the file, field or flag and the remedy."""
+
+
+def run_main(main: Callable[[Sequence[str]], None]) -> None:
+    """Runs an absl main. Known errors become one line on stderr and exit status 1; others keep their traceback."""
+
+    def guarded(argv: Sequence[str]) -> None:
+        if len(argv) > 1:
+            raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
+        logging.set_verbosity(logging.INFO)
+        try:
+            main(argv)
+        except _known_errors() as error:
+            print(f"error: {error}", file=sys.stderr)
+            sys.exit(1)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.ENOENT, errno.EROFS):
+                raise
+            print(f"error: {error.strerror}: {error.filename or 'while writing'}. {_remedy(error)}", file=sys.stderr)
+            sys.exit(1)
+
+    try:
+        app.run(guarded)
+    except (AttributeError, KeyError, TypeError) as error:
+        # ml_collections reports an unknown or mistyped override while absl parses the command line.
+        if flags.FLAGS.is_parsed():
+            raise
+        print(f"error: config override: {error}. `--help` and the config file list the fields.", file=sys.stderr)
+        sys.exit(1)
+
+
+def _known_errors() -> tuple[type[BaseException], ...]:
+    from reterm_jax.checkpoint.checkpointer import CheckpointError
+    from reterm_jax.policy.hf import WeightsError
+    from reterm_jax.sandbox.base import SandboxError
+    from reterm_jax.tasks.task import TaskError
+
+    return (UserError, TaskError, SandboxError, CheckpointError, WeightsError)
+
+
+def _remedy(error: OSError) -> str:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "The disk is full: free space or choose another --workdir; the run resumes from its last checkpoint."
+    return "Check the path and its permissions."
+
+
+def quiet_environment() -> None:
+    """Sets, before JAX is imported, what keeps its start quiet and quick on a machine without accelerators."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

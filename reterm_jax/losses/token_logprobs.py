@@ -1,0 +1,122 @@
+"""Log-probabilities and entropies of tokens without the logits of a whole batch.
+
+With Qwen's vocabulary the float32 logits of one 32k-token row are 33 GB. Both passes therefore run over slices of the
+time axis: the forward pass keeps only one log-normaliser per token, and the backward pass computes the slice's logits
+again. The batch axis is never sliced, so a batch that is sharded over devices stays where it is.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+_PRECISION = lax.Precision.HIGHEST
+
+
+def token_logprobs(
+    hidden_BTD: jax.Array,
+    head_VD: jax.Array,
+    targets_BT: jax.Array,
+    *,
+    temperature: float = 1.0,
+    chunk: int = 2048,
+) -> tuple[jax.Array, jax.Array]:
+    """Scores `targets_BT` under the softmax of `hidden · headᵀ / temperature`, in float32 whatever the inputs are.
+
+    Args:
+        hidden_BTD: last hidden states, any float dtype.
+        head_VD: output embedding.
+        targets_BT: token ids in [0, V); the target of position t is the token that follows it.
+        temperature: the temperature that the sampler used.
+        chunk: upper bound on the number of tokens whose logits exist at one time (at least one time step is taken).
+
+    Returns:
+        (logprobs_BT, entropy_BT), float32, entropy in nats. Both are differentiable in `hidden_BTD` and `head_VD`.
+
+    Raises:
+        ValueError: for a temperature or a chunk that is not positive, or shapes that do not fit.
+    """
+    if temperature <= 0:
+        raise ValueError(f"temperature must be positive to score tokens, got {temperature}")
+    if chunk < 1:
+        raise ValueError(f"chunk must be at least 1 token, got {chunk}")
+    if hidden_BTD.shape[:2] != targets_BT.shape or hidden_BTD.shape[-1] != head_VD.shape[-1]:
+        raise ValueError(
+            f"hidden {hidden_BTD.shape}, targets {targets_BT.shape} and head {head_VD.shape} do not fit [B,T,D], [B,T], [V,D]"
+        )
+    batch, time = targets_BT.shape
+    steps = min(time, max(1, chunk // batch))
+    return _token_logprobs(hidden_BTD, head_VD, targets_BT, float(temperature), steps)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _token_logprobs(hidden_BTD, head_VD, targets_BT, temperature, steps):
+    return _forward(hidden_BTD, head_VD, targets_BT, temperature, steps)[0]
+
+
+def _forward(hidden_BTD, head_VD, targets_BT, temperature, steps):
+    head32_VD = head_VD.astype(jnp.float32)
+
+    def score(carry, inputs):
+        hidden_BCD, targets_BC = inputs
+        logits_BCV = _logits(hidden_BCD, head32_VD, temperature)
+        norm_BC = jax.nn.logsumexp(logits_BCV, axis=-1)
+        # A masked sum instead of a gather: it stays local when the vocabulary is sharded.
+        chosen_BC = jnp.sum(jnp.where(_is_target(logits_BCV, targets_BC), logits_BCV, 0.0), axis=-1)
+        mean_BC = jnp.sum(jnp.exp(logits_BCV - norm_BC[..., None]) * logits_BCV, axis=-1)
+        return carry, (chosen_BC - norm_BC, norm_BC - mean_BC, norm_BC)
+
+    _, (logprobs, entropy, norm) = lax.scan(score, None, (_split(hidden_BTD, steps), _split(targets_BT, steps)))
+    time = targets_BT.shape[1]
+    logprobs_BT, entropy_BT, norm_BT = (_join(x, time) for x in (logprobs, entropy, norm))
+    return (logprobs_BT, entropy_BT), (hidden_BTD, head_VD, targets_BT, norm_BT, entropy_BT)
+
+
+def _backward(temperature, steps, residuals, cotangents):
+    hidden_BTD, head_VD, targets_BT, norm_BT, entropy_BT = residuals
+    head32_VD = head_VD.astype(jnp.float32)
+    inputs = tuple(_split(x, steps) for x in (hidden_BTD, targets_BT, norm_BT, entropy_BT, *cotangents))
+
+    def differentiate(head_grad_VD, inputs):
+        hidden_BCD, targets_BC, norm_BC, entropy_BC, dlogprob_BC, dentropy_BC = inputs
+        logp_BCV = _logits(hidden_BCD, head32_VD, temperature) - norm_BC[..., None]
+        probs_BCV = jnp.exp(logp_BCV)
+        # d logprob / d logit = onehot - p ; d entropy / d logit = -p (log p + entropy)
+        chosen_BCV = jnp.where(_is_target(logp_BCV, targets_BC), dlogprob_BC[..., None], 0.0)
+        slope_BCV = dlogprob_BC[..., None] + dentropy_BC[..., None] * (logp_BCV + entropy_BC[..., None])
+        dlogits_BCV = (chosen_BCV - probs_BCV * slope_BCV) / temperature
+        dhidden_BCD = jnp.einsum("bcv,vd->bcd", dlogits_BCV, head32_VD, precision=_PRECISION)
+        head_grad_VD += jnp.einsum(
+            "bcv,bcd->vd", dlogits_BCV, hidden_BCD.astype(jnp.float32), precision=_PRECISION
+        )
+        return head_grad_VD, dhidden_BCD.astype(hidden_BTD.dtype)
+
+    head_grad_VD, dhidden = lax.scan(differentiate, jnp.zeros(head_VD.shape, jnp.float32), inputs)
+    return _join(dhidden, targets_BT.shape[1]), head_grad_VD.astype(head_VD.dtype), None
+
+
+_token_logprobs.defvjp(_forward, _backward)
+
+
+def _logits(hidden_BCD, head32_VD, temperature):
+    return jnp.einsum("bcd,vd->bcv", hidden_BCD.astype(jnp.float32), head32_VD, precision=_PRECISION) / temperature
+
+
+def _is_target(logits_BCV, targets_BC):
+    return lax.broadcasted_iota(targets_BC.dtype, logits_BCV.shape, 2) == targets_BC[..., None]
+
+
+def _split(x_BT, steps):
+    """[B, T, ...] -> [N, B, steps, ...]; the last slice is filled with zeros."""
+    batch, time = x_BT.shape[:2]
+    slices = -(-time // steps)
+    padding = [(0, 0), (0, slices * steps - time)] + [(0, 0)] * (x_BT.ndim - 2)
+    x = jnp.pad(x_BT, padding).reshape(batch, slices, steps, *x_BT.shape[2:])
+    return jnp.moveaxis(x, 1, 0)
+
+
+def _join(x_NBC, time):
+    """The inverse of `_split`."""
+    x = jnp.moveaxis(x_NBC, 0, 1)
+    return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :time]

@@ -1,0 +1,76 @@
+"""The policy's forward pass over packed rows, from token ids to final hidden states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from reterm_jax.policy.attention import self_attention
+from reterm_jax.policy.config import LINEAR, QwenConfig
+from reterm_jax.policy.delta_net import delta_net, initial_state
+from reterm_jax.policy.layers import mlp, rms_norm
+from reterm_jax.policy.sharding import constrain_batch
+from reterm_jax.policy.spec import Params
+
+
+def hidden_states(
+    params: Params, config: QwenConfig, tokens_BT: jax.Array, segments_BT: jax.Array, positions_BT: jax.Array
+) -> jax.Array:
+    """Final-norm hidden states [B,T,D], in the compute dtype, of rows that may hold several documents.
+
+    Args:
+      tokens_BT: token ids.
+      segments_BT: 0 for padding, otherwise any number that differs between neighbouring documents. A document gives
+        the same values packed as alone; at padding the values mean nothing (but are finite).
+      positions_BT: each token's position within its document, for the rotary embedding.
+    """
+    documents_BT = document_index(segments_BT)
+    x_BTD = constrain_batch(embed(params, config, tokens_BT))
+
+    def block(x_BTD: jax.Array, block_params: Params) -> tuple[jax.Array, None]:
+        for position, kind in enumerate(config.layer_pattern):
+            p = block_params[str(position)]
+            normed_BTD = layer_norm(x_BTD, p["input_norm"], config)
+            if kind == LINEAR:
+                start = initial_state(config, x_BTD.shape[0])
+                mixed_BTD, _ = delta_net(p["mixer"], config, normed_BTD, documents_BT, start)
+            else:
+                mixed_BTD, _ = self_attention(p["mixer"], config, normed_BTD, positions_BT, documents_BT)
+            x_BTD = constrain_batch(x_BTD + mixed_BTD)
+            x_BTD = constrain_batch(x_BTD + mlp(p["mlp"], layer_norm(x_BTD, p["post_norm"], config)))
+        return x_BTD, None
+
+    x_BTD, _ = jax.lax.scan(rematerialised(block, config), x_BTD, params["layers"])
+    return layer_norm(x_BTD, params["final_norm"], config)
+
+
+def head(params: Params, config: QwenConfig) -> jax.Array:
+    """The output matrix [V,D]: the embeddings where the model ties them, else its own."""
+    return params["embed"] if config.tie_word_embeddings else params["lm_head"]
+
+
+def embed(params: Params, config: QwenConfig, tokens: jax.Array) -> jax.Array:
+    """Token embeddings [..., D] in the compute dtype."""
+    return jnp.take(params["embed"], tokens, axis=0, mode="clip").astype(config.compute_dtype)
+
+
+def layer_norm(x_BTD: jax.Array, weight_D: jax.Array, config: QwenConfig) -> jax.Array:
+    return rms_norm(x_BTD, weight_D, eps=config.rms_norm_eps, offset=config.norm_offset)
+
+
+def document_index(segments_BT: jax.Array) -> jax.Array:
+    """Numbers the runs of equal segment ids from 0, so that an id used twice in a row is still two documents."""
+    change_BT = segments_BT[:, 1:] != segments_BT[:, :-1]
+    return jnp.pad(jnp.cumsum(change_BT, axis=1, dtype=jnp.int32), ((0, 0), (1, 0)))
+
+
+def rematerialised(block: Callable, config: QwenConfig) -> Callable:
+    """`block` under the configured trade of memory against recomputation in the backward pass."""
+    if config.remat == "none":
+        return block
+    policies = jax.checkpoint_policies
+    policy = policies.dots_with_no_batch_dims_saveable if config.remat == "dots" else policies.nothing_saveable
+    # Inside a scan nothing merges the recomputation with the first computation, so the barrier is only a cost.
+    return jax.checkpoint(block, policy=policy, prevent_cse=False)

@@ -1,0 +1,56 @@
+"""The small parts that every layer shares: norms, rotary positions and the gated MLP."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from reterm_jax.policy.config import QwenConfig
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, *, eps: float, offset: float) -> jax.Array:
+    """x / rms(x) * (offset + weight) over the last axis, computed in float32 and returned in x's dtype."""
+    x32 = x.astype(jnp.float32)
+    scale = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    return (x32 * scale * (offset + weight)).astype(x.dtype)
+
+
+def gated_rms_norm(x: jax.Array, gate: jax.Array, weight: jax.Array, *, eps: float) -> jax.Array:
+    """silu(gate) * weight * x / rms(x) over the last axis, in float32; returned in the gate's dtype."""
+    normed = rms_norm(x.astype(jnp.float32), weight, eps=eps, offset=0.0)
+    return (normed * jax.nn.silu(gate.astype(jnp.float32))).astype(gate.dtype)
+
+
+def l2_normalise(x: jax.Array, *, eps: float = 1e-6) -> jax.Array:
+    """x / |x| over the last axis, in float32."""
+    x32 = x.astype(jnp.float32)
+    return x32 * jax.lax.rsqrt(jnp.sum(x32 * x32, axis=-1, keepdims=True) + eps)
+
+
+def rotary_angles(positions_BT: jax.Array, config: QwenConfig) -> tuple[jax.Array, jax.Array]:
+    """cos and sin [B,T,rotary_dim/2] in float32 of the rotary embedding at these positions."""
+    exponent = jnp.arange(0, config.rotary_dim, 2, dtype=jnp.float32) / config.rotary_dim
+    angles = positions_BT[..., None].astype(jnp.float32) / config.rope_theta**exponent
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def apply_rotary(x_BTHK: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotates the first 2 * cos.shape[-1] dimensions of every head; the others pass through."""
+    half = cos.shape[-1]
+    x32 = x_BTHK.astype(jnp.float32)
+    first, second, rest = x32[..., :half], x32[..., half : 2 * half], x32[..., 2 * half :]
+    cos, sin = cos[:, :, None, :], sin[:, :, None, :]
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
+    return rotated.astype(x_BTHK.dtype)
+
+
+def mlp(p: dict[str, jax.Array], x_BTD: jax.Array) -> jax.Array:
+    """down(silu(gate(x)) * up(x))."""
+    gate_BTF = x_BTD @ p["gate"].astype(x_BTD.dtype)
+    up_BTF = x_BTD @ p["up"].astype(x_BTD.dtype)
+    return (jax.nn.silu(gate_BTF) * up_BTF) @ p["down"].astype(x_BTD.dtype)
+
+
+def project(x_BTD: jax.Array, weight: jax.Array) -> jax.Array:
+    """x [B,T,D] times a weight [D,...]: [B,T,...], the weight cast to x's dtype."""
+    return jnp.tensordot(x_BTD, weight.astype(x_BTD.dtype), axes=1)

@@ -1,0 +1,94 @@
+"""Device meshes, and where parameters and batches lie on them. The rules are data: logical axis to mesh axis."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from reterm_jax.policy.config import QwenConfig
+from reterm_jax.policy.spec import ArraySpec, Params, param_name, param_specs
+
+MESH_AXES = ("data", "fsdp", "tensor")
+BATCH_AXES = ("data", "fsdp")
+
+Rules = Mapping[str, str | None]
+
+DEFAULT_RULES: Rules = {
+    "vocab": "tensor",
+    "embed": "fsdp",
+    "heads": "tensor",
+    "kv_heads": "tensor",
+    "key_heads": "tensor",
+    "value_heads": "tensor",
+    "mlp": "tensor",
+    "head_dim": None,
+    "conv": None,
+    "norm": None,
+    "layers": None,
+}
+
+
+class ShardingError(ValueError):
+    """A parameter or batch that does not fit the mesh; the message names it, its axis and the remedy."""
+
+
+def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1, *, devices: list[jax.Device] | None = None) -> Mesh:
+    """A mesh with axes data, fsdp and tensor over the first data * fsdp * tensor devices."""
+    devices = jax.devices() if devices is None else devices
+    needed = data * fsdp * tensor
+    if needed > len(devices):
+        raise ShardingError(
+            f"mesh data={data} fsdp={fsdp} tensor={tensor} needs {needed} devices, {len(devices)} are visible; "
+            "make an axis smaller or start more processes"
+        )
+    axis_types = (AxisType.Auto,) * len(MESH_AXES)
+    return jax.make_mesh((data, fsdp, tensor), MESH_AXES, axis_types=axis_types, devices=devices[:needed])
+
+
+def param_shardings(config: QwenConfig, mesh: Mesh, rules: Rules = DEFAULT_RULES) -> Params:
+    """A NamedSharding for every parameter of `param_specs(config)`.
+
+    Raises ShardingError where a dimension is not divisible by its mesh axis, or a logical axis has no rule.
+    """
+    return jax.tree_util.tree_map_with_path(
+        lambda path, spec: NamedSharding(mesh, _partition(param_name(path), spec, mesh, rules)), param_specs(config)
+    )
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """Rows of a batch over data and fsdp together; all other axes whole."""
+    return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+
+
+def constrain_batch(x: jax.Array) -> jax.Array:
+    """Pins the leading axis of an activation to the batch axes of the mesh in use (`jax.set_mesh`), if there is one.
+
+    Without it the partitioner may choose to follow a sharded weight and replicate the batch instead.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or any(axis not in mesh.axis_names for axis in BATCH_AXES):
+        return x
+    ways = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+    if x.shape[0] % ways:
+        raise ShardingError(
+            f"batch of {x.shape[0]} rows is not divisible by data * fsdp = {ways}; pad the batch or shrink the mesh"
+        )
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(BATCH_AXES))
+
+
+def _partition(name: str, spec: ArraySpec, mesh: Mesh, rules: Rules) -> PartitionSpec:
+    axes: list[str | None] = []
+    for size, logical in zip(spec.shape, spec.logical_axes, strict=True):
+        if logical not in rules:
+            raise ShardingError(f"parameter {name}: logical axis {logical!r} has no sharding rule; add one")
+        axis = rules[logical]
+        if axis is not None and size % mesh.shape[axis]:
+            raise ShardingError(
+                f"parameter {name}: axis {logical!r} of size {size} is not divisible by mesh axis {axis!r} of size "
+                f"{mesh.shape[axis]}; choose a size that divides it, or map {logical!r} to None in the rules"
+            )
+        axes.append(axis)
+    return PartitionSpec(*axes)

@@ -1,0 +1,187 @@
+"""Groups of attempts that share a start state, and the recoveries forked from the failures among them.
+
+One step of ReTerm-GRPO rolls out `root` groups (G attempts from each task's start) and then `recovery` groups (K
+attempts from each chosen `FailureState`). Seeds are functions of the run's seed, the step and the place in the batch,
+so a step that is done again after a crash samples the same attempts.
+"""
+
+import asyncio
+import dataclasses
+import hashlib
+import logging
+import random
+from collections.abc import Callable, Sequence
+
+from reterm_jax.agent.episode import AgentLimits, Attempt, FailureState, run_attempt
+from reterm_jax.rollout.samplers.base import Sampler
+from reterm_jax.sandbox.base import SandboxError, SandboxHost, Snapshot
+from reterm_jax.tasks.outcome import Outcome
+from reterm_jax.tasks.task import Task
+from reterm_jax.tokens.chat import ChatFormat
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Attempts that share one start state: a task's start (`root`) or a `FailureState` (`recovery`)."""
+
+    kind: str
+    task_id: str
+    attempts: tuple[Attempt, ...]
+    state: FailureState | None = None
+
+    @property
+    def rewards(self) -> list[float | None]:
+        """One per attempt; None where the outcome is not graded (it then leaves the baseline too)."""
+        return [a.outcome.reward if a.outcome is not None and a.outcome.graded else None for a in self.attempts]
+
+
+@dataclasses.dataclass(frozen=True)
+class Roller:
+    """What attempts need, bound once: sandboxes, sampler, chat format and limits.
+
+    Attributes:
+      concurrent: attempts (each with a sandbox) alive at once.
+      retry_message: text that opens a recovery, in the tool role.
+    """
+
+    host: SandboxHost
+    sampler: Sampler
+    chat: ChatFormat
+    limits: AgentLimits
+    concurrent: int
+    retry_message: str
+
+    async def root_group(self, task: Task, size: int, seed: str, gate: asyncio.Semaphore, keep: bool) -> tuple[Group, list]:
+        """Runs `size` attempts from the task's start. Returns the group and the failure states of its failures."""
+
+        async def one(index: int):
+            name = f"{seed}/{index}"
+            return await self._attempt(task, name, gate, start=None, keep=keep)
+
+        results = await asyncio.gather(*(one(i) for i in range(size)))
+        states = [state for _, state in results if state is not None]
+        return Group("root", task.id, tuple(attempt for attempt, _ in results)), states
+
+    async def recovery_group(
+        self, task: Task, state: FailureState, forks: int, seed: str, gate: asyncio.Semaphore
+    ) -> Group:
+        """Runs `forks` independent recoveries from one failure state."""
+
+        async def one(index: int):
+            attempt, _ = await self._attempt(task, f"{seed}/{index}", gate, start=state, keep=False)
+            return attempt
+
+        return Group("recovery", task.id, tuple(await asyncio.gather(*(one(i) for i in range(forks)))), state)
+
+    async def _attempt(
+        self, task: Task, name: str, gate: asyncio.Semaphore, *, start: FailureState | None, keep: bool
+    ) -> tuple[Attempt, FailureState | None]:
+        async with gate:
+            sandbox = None
+            try:
+                sandbox = await (self.host.fork(start.snapshot, task) if start else self.host.start(task))
+                attempt, snapshot = await run_attempt(
+                    task,
+                    sandbox,
+                    self.sampler,
+                    self.chat,
+                    self.limits,
+                    seed=seed_of(name),
+                    start=start,
+                    retry_message=self.retry_message if start else None,
+                    keep_failure=keep,
+                    attempt_id=name,
+                )
+            except SandboxError as error:
+                # A fault of the environment says nothing of the policy: dropped from the group, counted, never 0.
+                logging.warning("attempt %s on %s: sandbox fault: %s", name, task.id, error)
+                return _not_run(task, name, start, str(error)), None
+            finally:
+                if sandbox is not None:
+                    await sandbox.close()
+                await self.sampler.end(name)
+        return attempt, _failure_state(attempt, snapshot)
+
+
+def _not_run(task: Task, name: str, start: FailureState | None, detail: str) -> Attempt:
+    return Attempt.not_run(name, task.id, Outcome(None, "env_error", detail), parent=start.id if start else None)
+
+
+def _failure_state(attempt: Attempt, snapshot: Snapshot | None) -> FailureState | None:
+    if snapshot is None:
+        return None
+    return FailureState(
+        id=attempt.id,
+        task_id=attempt.task_id,
+        snapshot=snapshot,
+        transcript=attempt.transcript,
+        turns=attempt.turns,
+        version=attempt.version,
+        depth=attempt.depth,
+        attempt_id=attempt.id,
+    )
+
+
+def seed_of(name: str) -> int:
+    """A 31-bit seed from a name such as `7/step12/task3/0`."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big") & 0x7FFFFFFF
+
+
+def choose_states(states_by_task: Sequence[Sequence[FailureState]], count: int, seed: str) -> list[FailureState]:
+    """Picks failure states balanced over tasks: one of each task first, then second ones, and so on.
+
+    Args:
+      states_by_task: the candidates of each root group.
+      count: how many to pick at most.
+      seed: makes the choice repeatable.
+    """
+    rng = random.Random(seed_of(seed))
+    shuffled = [rng.sample(list(states), len(states)) for states in states_by_task if states]
+    rng.shuffle(shuffled)
+    chosen: list[FailureState] = []
+    for depth in range(max(map(len, shuffled), default=0)):
+        chosen += [states[depth] for states in shuffled if depth < len(states)]
+    return chosen[:count]
+
+
+async def roll_step(
+    roller: Roller,
+    tasks: Sequence[Task],
+    *,
+    attempts: int,
+    states: int,
+    forks: int,
+    seed: str,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[Group]:
+    """One step's groups: a root group of `attempts` per task, then `forks` recoveries from each of `states` failures.
+
+    With `states` = 0 this is plain GRPO. Every snapshot made here is released before it returns.
+    """
+    gate = asyncio.Semaphore(roller.concurrent)
+    total, done = len(tasks) + states, 0
+
+    async def counted(coroutine):
+        nonlocal done
+        result = await coroutine
+        done += 1
+        if progress is not None:
+            progress(done, total)
+        return result
+
+    roots = await asyncio.gather(
+        *(counted(roller.root_group(t, attempts, f"{seed}/root{i}", gate, states > 0)) for i, t in enumerate(tasks))
+    )
+    candidates = [found for _, found in roots]
+    by_id = {task.id: task for task in tasks}
+    try:
+        chosen = choose_states(candidates, states, f"{seed}/choice")
+        recoveries = await asyncio.gather(
+            *(
+                counted(roller.recovery_group(by_id[s.task_id], s, forks, f"{seed}/fork{i}", gate))
+                for i, s in enumerate(chosen)
+            )
+        )
+    finally:
+        await asyncio.gather(*(roller.host.release(s.snapshot) for found in candidates for s in found))
+    return [group for group, _ in roots] + list(recoveries)

@@ -1,0 +1,289 @@
+"""The in-process sampler: continuous batching over a fixed number of cache slots, on the trainer's own parameters.
+
+Each session (an attempt) holds one slot whose cache survives between turns, so a turn costs only its new tokens. A
+session that names a `parent` starts from a copy of the parent's cache: the prefix of a fork is computed once.
+
+What is sampled does not depend on which requests happen to run together: every device call has one of a few fixed
+shapes, rows do not interact, and the noise of a token is a function of the request's seed and the token's index alone.
+"""
+
+import asyncio
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from reterm_jax.policy import decode
+from reterm_jax.policy.config import QwenConfig
+from reterm_jax.rollout.samplers.base import Completion, SamplerError
+
+# Rows of one prefill call and its token widths. Few shapes keep compilations few; the width of a row's call depends on
+# its own length only, which keeps its numerics independent of its neighbours.
+_PREFILL_ROWS = 8
+_PREFILL_WIDTHS = (16, 64, 256)
+
+
+@dataclasses.dataclass
+class _Session:
+    slot: int
+    ids: list[int]  # the tokens that the slot's cache holds
+    last_used: int = 0
+    busy: bool = False
+
+
+@dataclasses.dataclass
+class _Request:
+    ids: list[int]
+    max_tokens: int
+    temperature: float
+    seed: int
+    session: str
+    parent: str | None
+    future: asyncio.Future
+    out_ids: list[int] = dataclasses.field(default_factory=list)
+    out_logprobs: list[float] = dataclasses.field(default_factory=list)
+
+
+def _sample(logits_BV: jax.Array, temperature_B: jax.Array, seed_B: jax.Array, index_B: jax.Array):
+    """Draws one token a row. Returns ids [B] and their float32 logprobs [B] at that temperature.
+
+    Temperature 0 is greedy; its logprobs are those of temperature 1.
+    """
+    greedy_B = temperature_B <= 0
+    scaled_BV = logits_BV / jnp.where(greedy_B, 1.0, temperature_B)[:, None]
+    logprobs_BV = jax.nn.log_softmax(scaled_BV, axis=-1)
+
+    def noise(seed, index):
+        return jax.random.gumbel(jax.random.fold_in(jax.random.key(seed), index), logits_BV.shape[1:], jnp.float32)
+
+    noise_BV = jax.vmap(noise)(seed_B, index_B)
+    ids_B = jnp.argmax(jnp.where(greedy_B[:, None], logprobs_BV, logprobs_BV + noise_BV), axis=-1)
+    return ids_B.astype(jnp.int32), jnp.take_along_axis(logprobs_BV, ids_B[:, None], axis=-1)[:, 0]
+
+
+@functools.partial(jax.jit, static_argnames=("config",), donate_argnames=("cache", "logits_SV"))
+def _prefill(params, config, cache, logits_SV, slots_R, tokens_RT, lengths_R):
+    """Appends tokens to the caches of some slots; rows of length 0 are padding and change nothing."""
+    rows = decode.take_rows(cache, slots_R)
+    row_logits_RV, rows = decode.extend(params, config, rows, tokens_RT, lengths_R)
+    cache = decode.put_rows(cache, slots_R, rows)
+    keep_R1 = (lengths_R > 0)[:, None]
+    # Padding rows name a slot past the end, which drops their write.
+    return cache, logits_SV.at[slots_R].set(jnp.where(keep_R1, row_logits_RV, 0.0), mode="drop")
+
+
+@functools.partial(jax.jit, static_argnames=("config", "stop_id", "steps"), donate_argnames=("cache", "logits_SV"))
+def _decode(params, config, cache, logits_SV, temperature_S, seed_S, index_S, left_S, *, stop_id: int, steps: int):
+    """Samples up to `steps` tokens in every slot with `left` > 0. Stops a row at the stop token.
+
+    Returns cache, logits, left [S], ids [steps, S] (-1 where a row had stopped) and logprobs [steps, S]. The last token
+    of a row is appended to its cache too, so that the cache holds the transcript when the turn ends.
+    """
+
+    def step(carry, _):
+        cache, logits_SV, index_S, left_S = carry
+        live_S = left_S > 0
+        ids_S, logprobs_S = _sample(logits_SV, temperature_S, seed_S, index_S)
+        ids_S = jnp.where(live_S, ids_S, 0)
+        next_SV, cache = decode.extend(params, config, cache, ids_S[:, None], live_S.astype(jnp.int32))
+        logits_SV = jnp.where(live_S[:, None], next_SV, logits_SV)
+        left_S = jnp.where(live_S, jnp.where(ids_S == stop_id, 0, left_S - 1), left_S)
+        out = (jnp.where(live_S, ids_S, -1), jnp.where(live_S, logprobs_S, 0.0))
+        return (cache, logits_SV, index_S + live_S, left_S), out
+
+    (cache, logits_SV, _, left_S), (ids_NS, logprobs_NS) = jax.lax.scan(
+        step, (cache, logits_SV, index_S, left_S), length=steps
+    )
+    return cache, logits_SV, left_S, ids_NS, logprobs_NS
+
+
+@functools.partial(jax.jit, donate_argnames=("cache", "logits_SV"))
+def _copy_slot(cache, logits_SV, source, target):
+    cache = decode.put_rows(cache, target[None], decode.take_rows(cache, source[None]))
+    return cache, logits_SV.at[target].set(logits_SV[source])
+
+
+class JaxSampler:
+    """Samples with the given parameters. Implements `rollout.samplers.base.Sampler`.
+
+    Args:
+      params: the policy's parameters; replaced by `update`.
+      config: the policy's config.
+      stop_id: id of the token that ends a turn; it is part of the completion.
+      slots: sessions whose caches are held at once; more sessions than slots wait for a free one.
+      max_len: longest transcript in tokens, completion included.
+      version: training step of `params`.
+      steps: tokens per device call; requests join and leave between calls.
+    """
+
+    def __init__(
+        self, params: Any, config: QwenConfig, *, stop_id: int, slots: int, max_len: int, version: int = 0, steps: int = 8
+    ):
+        self.config, self.stop_id, self.max_len, self.steps, self.slots = config, stop_id, max_len, steps, slots
+        self.params, self.version = params, version
+        self._cache = decode.init_cache(config, slots, max_len)
+        self._logits_SV = jnp.zeros((slots, config.vocab_size), jnp.float32)
+        self._sessions: dict[str, _Session] = {}
+        self._free = list(range(slots))[::-1]
+        self._waiting: list[_Request] = []
+        self._running: dict[int, _Request] = {}
+        self._engine: asyncio.Task | None = None
+        self._clock = 0
+        self.tokens_sampled = self.tokens_prefilled = 0
+
+    def update(self, params: Any, version: int) -> None:
+        """Serves other parameters from now on. Cached states of the old ones are forgotten.
+
+        Raises:
+          SamplerError: requests are running; in-process updates happen between steps.
+        """
+        if self._running or self._waiting:
+            raise SamplerError(f"cannot update to version {version} while {len(self._running)} requests run")
+        self.params, self.version = params, version
+        self._sessions.clear()
+        self._free = list(range(self.slots))[::-1]
+
+    async def generate(
+        self, ids: Sequence[int], *, max_tokens: int, temperature: float, seed: int, session: str, parent: str | None = None
+    ) -> Completion:
+        """Continues `ids`. See `Sampler.generate`.
+
+        Raises:
+          SamplerError: `ids` leave no room for a token within `max_len`.
+        """
+        room = self.max_len - len(ids)
+        if room < 1 or not ids:
+            raise SamplerError(f"session {session}: {len(ids)} prompt tokens do not fit a context of {self.max_len}")
+        request = _Request(
+            list(ids), min(max_tokens, room), temperature, seed, session, parent, asyncio.get_running_loop().create_future()
+        )
+        self._waiting.append(request)
+        if self._engine is None or self._engine.done():
+            self._engine = asyncio.create_task(self._run())
+        return await request.future
+
+    async def end(self, session: str) -> None:
+        """Frees the session's slot once nothing can fork from it any more."""
+        held = self._sessions.pop(session, None)
+        if held is not None:
+            self._free.append(held.slot)
+
+    async def _run(self) -> None:
+        try:
+            while self._waiting or self._running:
+                await asyncio.sleep(0)  # lets episodes that became ready hand in their requests first
+                admitted = self._admit()
+                await asyncio.to_thread(self._advance, admitted)
+                self._finish()
+        except BaseException as error:
+            for request in [*self._waiting, *self._running.values()]:
+                if not request.future.done():
+                    request.future.set_exception(SamplerError(f"sampler failed: {error!r}"))
+            self._waiting, self._running = [], {}
+            raise
+
+    def _admit(self) -> list[_Request]:
+        """Gives waiting requests a slot, in order of arrival, as far as there are slots."""
+        admitted, still = [], []
+        for request in self._waiting:
+            held = self._sessions.get(request.session) or self._open(request)
+            if held is None:
+                still.append(request)
+                continue
+            self._clock += 1
+            held.last_used, held.busy = self._clock, True
+            self._running[held.slot] = request
+            admitted.append(request)
+        self._waiting = still
+        return admitted
+
+    def _open(self, request: _Request) -> _Session | None:
+        if not self._free:
+            # A session that is between turns gives up its slot; it is prefilled again when it comes back.
+            idle = [name for name, held in self._sessions.items() if not held.busy and name != request.parent]
+            if not idle:
+                return None
+            victim = min(idle, key=lambda name: self._sessions[name].last_used)
+            self._free.append(self._sessions.pop(victim).slot)
+        slot = self._free.pop()
+        source = self._sessions.get(request.parent) if request.parent else None
+        if source is not None and not source.busy:
+            self._cache, self._logits_SV = _copy_slot(
+                self._cache, self._logits_SV, jnp.int32(source.slot), jnp.int32(slot)
+            )
+            held = _Session(slot, list(source.ids))
+        else:
+            held = _Session(slot, [])
+            self._reset(slot)
+        self._sessions[request.session] = held
+        return held
+
+    def _reset(self, slot: int) -> None:
+        self._cache = decode.clear_rows(self._cache, jnp.asarray([slot], jnp.int32))
+
+    def _advance(self, admitted: list[_Request]) -> None:
+        """Device work of one round: prefill of the admitted requests, then a few tokens of every running one."""
+        by_width: dict[int, list[tuple[int, list[int]]]] = {}
+        for request in admitted:
+            held = self._sessions[request.session]
+            if request.ids[: len(held.ids)] != held.ids or len(held.ids) >= len(request.ids):
+                # Not an extension of what the slot holds (or no new token, hence no logits of its own): start over.
+                self._reset(held.slot)
+                held.ids = []
+            new = request.ids[len(held.ids) :]
+            held.ids = list(request.ids)
+            self.tokens_prefilled += len(new)
+            while len(new) > _PREFILL_WIDTHS[-1]:
+                self._prefill([(held.slot, new[: _PREFILL_WIDTHS[-1]])], _PREFILL_WIDTHS[-1])
+                new = new[_PREFILL_WIDTHS[-1] :]
+            width = next(w for w in _PREFILL_WIDTHS if len(new) <= w)
+            by_width.setdefault(width, []).append((held.slot, new))
+        for width, rows in by_width.items():
+            for start in range(0, len(rows), _PREFILL_ROWS):
+                self._prefill(rows[start : start + _PREFILL_ROWS], width)
+
+        temperature_S = np.ones(self.slots, np.float32)
+        seed_S, index_S, left_S = (np.zeros(self.slots, np.int32) for _ in range(3))
+        for slot, request in self._running.items():
+            temperature_S[slot], seed_S[slot] = request.temperature, request.seed & 0x7FFFFFFF
+            index_S[slot] = len(request.out_ids)
+            left_S[slot] = request.max_tokens - len(request.out_ids)
+        self._cache, self._logits_SV, _, ids_NS, logprobs_NS = _decode(
+            self.params, self.config, self._cache, self._logits_SV, temperature_S, seed_S, index_S, left_S,
+            stop_id=self.stop_id, steps=self.steps,
+        )  # fmt: skip
+        ids_NS, logprobs_NS = np.asarray(ids_NS), np.asarray(logprobs_NS)
+        for slot, request in self._running.items():
+            live_N = ids_NS[:, slot] >= 0
+            ids = ids_NS[live_N, slot].tolist()
+            request.out_ids += ids
+            request.out_logprobs += logprobs_NS[live_N, slot].tolist()
+            self._sessions[request.session].ids += ids
+            self.tokens_sampled += len(ids)
+
+    def _prefill(self, rows: list[tuple[int, list[int]]], width: int) -> None:
+        slots_R = np.full(_PREFILL_ROWS, self.slots, np.int32)
+        tokens_RT = np.zeros((_PREFILL_ROWS, width), np.int32)
+        lengths_R = np.zeros(_PREFILL_ROWS, np.int32)
+        for row, (slot, ids) in enumerate(rows):
+            slots_R[row], lengths_R[row] = slot, len(ids)
+            tokens_RT[row, : len(ids)] = ids
+        self._cache, self._logits_SV = _prefill(
+            self.params, self.config, self._cache, self._logits_SV, slots_R, tokens_RT, lengths_R
+        )
+
+    def _finish(self) -> None:
+        for slot, request in list(self._running.items()):
+            stopped = bool(request.out_ids) and request.out_ids[-1] == self.stop_id
+            if not stopped and len(request.out_ids) < request.max_tokens:
+                continue
+            del self._running[slot]
+            self._sessions[request.session].busy = False
+            if not request.future.done():
+                request.future.set_result(
+                    Completion(request.out_ids, request.out_logprobs, "stop" if stopped else "length", self.version)
+                )

@@ -1,0 +1,197 @@
+"""`task.toml` of the Harbor task format, parsed into frozen dataclasses.
+
+Both spellings that exist in the wild are read: the present one (`schema_version`, `memory_mb`, `network_mode`) and the
+older one (`version`, `memory = "2G"`, `allow_internet`). Keys that are not known here are left alone: task sets carry
+keys for other harnesses. A key that is known and has a wrong type or value is an error.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal, get_args
+
+NetworkMode = Literal["public", "no-network", "allowlist"]
+
+_EMPTY: Mapping[str, str] = MappingProxyType({})
+_MEGABYTES = {"": 1.0, "K": 1 / 1024, "M": 1.0, "G": 1024.0, "T": 1024.0**2}
+
+
+class TaskError(ValueError):
+    """A task directory that cannot be used.
+
+    Attributes:
+      file: the file or directory at fault.
+      field: the key (`verifier.timeout_sec`) or None where the whole file is at fault.
+      remedy: what to do about it.
+    """
+
+    def __init__(self, file: Path, field: str | None, problem: str, remedy: str):
+        where = f"{file}: {field}" if field else str(file)
+        super().__init__(f"{where}: {problem}; {remedy}")
+        self.file, self.field, self.remedy = file, field, remedy
+
+
+@dataclass(frozen=True)
+class AgentConfig:
+    timeout_sec: float | None = None  # None: the run's own limit applies
+    user: str | None = None
+
+
+@dataclass(frozen=True)
+class VerifierConfig:
+    timeout_sec: float = 600.0
+    env: Mapping[str, str] = field(default_factory=lambda: _EMPTY)
+    user: str | None = None  # None: root
+
+
+@dataclass(frozen=True)
+class EnvironmentConfig:
+    """What the sandbox is made of. Without a word on the network the sandbox has none: tasks must ask for it."""
+
+    build_timeout_sec: float = 600.0
+    docker_image: str | None = None
+    workdir: str | None = None  # None: the image's WORKDIR
+    env: Mapping[str, str] = field(default_factory=lambda: _EMPTY)
+    cpus: float | None = None
+    memory_mb: int | None = None
+    storage_mb: int | None = None
+    gpus: int = 0
+    network_mode: NetworkMode = "no-network"
+
+
+@dataclass(frozen=True)
+class SolutionConfig:
+    env: Mapping[str, str] = field(default_factory=lambda: _EMPTY)
+
+
+@dataclass(frozen=True)
+class TaskConfig:
+    schema_version: str = "1.0"
+    metadata: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    agent: AgentConfig = AgentConfig()
+    verifier: VerifierConfig = VerifierConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
+    solution: SolutionConfig = SolutionConfig()
+
+    @classmethod
+    def load(cls, file: Path) -> TaskConfig:
+        """Reads `task.toml`; raises TaskError naming file, field and remedy."""
+        try:
+            text = file.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            raise TaskError(file, None, "missing", "a Harbor task directory needs a task.toml") from None
+        except UnicodeDecodeError:
+            raise TaskError(file, None, "not UTF-8", "save it as UTF-8") from None
+        except OSError as error:
+            raise TaskError(file, None, f"cannot be read ({error.strerror})", "it must be a readable file") from None
+        try:
+            document = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise TaskError(file, None, f"not valid TOML ({error})", "correct the syntax") from None
+        return cls.parse(document, file)
+
+    @classmethod
+    def parse(cls, document: Mapping[str, Any], file: Path) -> TaskConfig:
+        top = _Table(file, "", document)
+        if "steps" in document:
+            raise TaskError(file, "steps", "multi-step tasks are not supported", "split it into one task per step")
+        agent, verifier = top.table("agent"), top.table("verifier")
+        return cls(
+            schema_version=top.text("schema_version") or top.text("version") or cls.schema_version,
+            metadata=MappingProxyType(dict(top.table("metadata").values)),
+            agent=AgentConfig(timeout_sec=agent.number("timeout_sec", above=0), user=agent.user("user")),
+            verifier=VerifierConfig(
+                timeout_sec=verifier.number("timeout_sec", above=0) or VerifierConfig.timeout_sec,
+                env=verifier.env("env"),
+                user=verifier.user("user"),
+            ),
+            environment=_environment(top.table("environment")),
+            solution=SolutionConfig(env=top.table("solution").env("env")),
+        )
+
+
+def _environment(table: _Table) -> EnvironmentConfig:
+    workdir = table.text("workdir")
+    if workdir is not None and not workdir.startswith("/"):
+        raise table.error("workdir", f"{workdir!r} is not absolute", 'give a path such as "/app"')
+    return EnvironmentConfig(
+        build_timeout_sec=table.number("build_timeout_sec", above=0) or EnvironmentConfig.build_timeout_sec,
+        docker_image=table.text("docker_image"),
+        workdir=workdir,
+        env=table.env("env"),
+        cpus=table.number("cpus", above=0),
+        memory_mb=table.megabytes("memory_mb", legacy="memory"),
+        storage_mb=table.megabytes("storage_mb", legacy="storage"),
+        gpus=int(table.number("gpus", above=-1) or 0),
+        network_mode=table.network(),
+    )
+
+
+@dataclass(frozen=True)
+class _Table:
+    """A TOML table with its place, so that every complaint can name the key."""
+
+    file: Path
+    name: str
+    values: Mapping[str, Any]
+
+    def error(self, key: str, problem: str, remedy: str) -> TaskError:
+        return TaskError(self.file, f"{self.name}.{key}" if self.name else key, problem, remedy)
+
+    def _typed(self, key: str, types: tuple[type, ...], expected: str) -> Any:
+        value = self.values.get(key)
+        # bool is an int in Python, and `timeout_sec = true` is a mistake.
+        if value is not None and (not isinstance(value, types) or (isinstance(value, bool) and bool not in types)):
+            raise self.error(key, f"is {value!r}", f"it must be {expected}")
+        return value
+
+    def table(self, key: str) -> _Table:
+        return _Table(self.file, key, self._typed(key, (dict,), f"a table: [{key}]") or {})
+
+    def text(self, key: str) -> str | None:
+        value = self._typed(key, (str,), "a string")
+        if value is not None and not value.strip():
+            raise self.error(key, "is empty", "give a value or remove the key")
+        return value
+
+    def user(self, key: str) -> str | None:
+        value = self._typed(key, (str, int), "a user name or a uid")
+        return None if value is None else str(value)
+
+    def number(self, key: str, *, above: float) -> float | None:
+        value = self._typed(key, (int, float), "a number")
+        if value is not None and not above < value < float("inf"):
+            raise self.error(key, f"is {value!r}", f"it must be finite and above {above:g}")
+        return value
+
+    def env(self, key: str) -> Mapping[str, str]:
+        values = self._typed(key, (dict,), "a table of strings") or {}
+        for name, value in values.items():
+            if isinstance(value, bool) or not isinstance(value, str | int | float):
+                raise self.error(f"{key}.{name}", f"is {value!r}", "it must be a string")
+        return MappingProxyType({name: str(value) for name, value in values.items()})
+
+    def megabytes(self, key: str, *, legacy: str) -> int | None:
+        if key in self.values:
+            return int(self.number(key, above=0))
+        value = self._typed(legacy, (str, int), 'a size such as "2G"')
+        if value is None:
+            return None
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)I?B?", str(value).strip().upper())
+        if not match or float(match[1]) == 0:
+            raise self.error(legacy, f"is {value!r}", 'it must be a size such as "2G"')
+        return max(1, round(float(match[1]) * _MEGABYTES[match[2]]))
+
+    def network(self) -> NetworkMode:
+        mode = self.text("network_mode")
+        if mode is None:
+            allowed = self._typed("allow_internet", (bool,), "true or false")
+            return "public" if allowed else EnvironmentConfig.network_mode
+        if mode not in get_args(NetworkMode):
+            raise self.error("network_mode", f"is {mode!r}", f"it must be one of {', '.join(get_args(NetworkMode))}")
+        return mode
