@@ -17,6 +17,10 @@ class HarborError(ValueError):
     """A trial's file is malformed; the message names it."""
 
 
+class NoTrialsError(HarborError):
+    """A directory holds no trials."""
+
+
 def is_trial(path: Path) -> bool:
     """Whether a directory holds one trial. A job's own result.json has no `trial_name`, so the agent's log decides."""
     return any((path / name).exists() for name in ("agent", "verifier", "exception.txt"))
@@ -26,18 +30,28 @@ def is_trials_dir(path: Path) -> bool:
     return path.is_dir() and any(is_trial(child) for child in _directories(path))
 
 
-def load_jobs(path: Path) -> list[EvalResult]:
-    """Reads a directory of trials, or a directory of such directories (one a model), as one result each.
+def job_directories(path: Path) -> list[Path]:
+    """The directory itself where it holds trials, else those below it (one a model) that do.
 
     Raises:
-        HarborError: there are no trials, or a file is malformed.
+        NoTrialsError: there are none.
     """
     if is_trials_dir(path):
-        return [EvalResult(path.name, load_trials(path))]
+        return [path]
     jobs = [child for child in _directories(path) if is_trials_dir(child)] if path.is_dir() else []
     if not jobs:
-        raise HarborError(f"{path}: no Harbor trials here; expected TASK__ID/result.json or MODEL/TASK__ID/result.json")
-    return [EvalResult(job.name, load_trials(job)) for job in jobs]
+        raise NoTrialsError(f"{path}: no Harbor trials; expected TASK__ID/result.json or MODEL/TASK__ID/result.json")
+    return jobs
+
+
+def load_jobs(path: Path) -> list[EvalResult]:
+    """Reads a directory of trials, or a directory of such directories, as one result each.
+
+    Raises:
+        NoTrialsError: there are no trials.
+        HarborError: a file is malformed.
+    """
+    return [EvalResult(job.resolve().name, load_trials(job)) for job in job_directories(path)]
 
 
 def load_trials(path: Path) -> list[AttemptRecord]:
@@ -78,11 +92,16 @@ def load_trial(path: Path) -> AttemptRecord:
     )
 
 
-def instruction_of(path: Path) -> str:
-    """The first user message of a trial's trajectory; empty where the agent never started."""
-    trajectory = path / "agent" / "trajectory.json"
-    messages = _messages(_read(trajectory), trajectory) if trajectory.exists() else []
-    return next((_text(message) for message in messages if message["role"] == "user"), "")
+def instructions(path: Path) -> dict[str, str]:
+    """Task to its instruction, the first user message of a trial whose agent started."""
+    found: dict[str, str] = {}
+    for trial in filter(is_trial, _directories(path)):
+        trajectory = trial / "agent" / "trajectory.json"
+        task = _field(_read(trial / "result.json"), "task_name", str, trial / "result.json")
+        if task not in found and trajectory.exists():
+            messages = _messages(_read(trajectory), trajectory)
+            found[task] = next((_text(message) for message in messages if message["role"] == "user"), "")
+    return found
 
 
 def _status(reward: float | None, exception: str) -> str:
@@ -100,7 +119,7 @@ def _ended(exception: str, submitted: bool) -> str:
         return "time_limit"
     if "ContextLength" in exception:
         return "overflow"
-    return "env_error" if exception else "submit" if submitted else "turn_limit"
+    return "env_error" if exception else "submit" if submitted else "no submit"
 
 
 def _exception(path: Path, result: dict[str, Any], result_path: Path) -> str:

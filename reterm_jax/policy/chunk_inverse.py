@@ -12,27 +12,26 @@ _EXACT = jax.lax.Precision.HIGHEST
 def unit_lower_inverse(lower: jax.Array) -> jax.Array:
     """(I + lower)^-1 for strictly lower-triangular `lower` [..., C, C], C a power of two, by block doubling.
 
-    With both diagonal blocks X1, X2 of size b inverted, the block of size 2b is [[X1, 0], [-X2 L21 X1, X2]]. Every
-    entry is the sum that forward substitution would take, so repetitive keys (L near a matrix of ones) are as
-    accurate as there, whereas power series in L lose all digits to cancellation.
+    Every entry is a sum that forward substitution would also take, so repetitive keys (`lower` near a matrix of
+    ones) are as accurate as there, whereas power series in `lower` lose all digits to cancellation.
     """
     size = lower.shape[-1]
     if size & (size - 1):
         raise ValueError(f"unit_lower_inverse: matrix size {size} is not a power of two; pad the chunk")
-    index = jnp.arange(size)
-    inverse = jnp.eye(size, dtype=lower.dtype)
-    block = 1
-    while block < size:
-        # Rows of the second and columns of the first half of every pair of neighbouring blocks.
-        second, first = (index // block) % 2 == 1, (index // block) % 2 == 0
-        same_pair = (index // (2 * block))[:, None] == (index // (2 * block))[None, :]
-        corner = jnp.where(same_pair & second[:, None] & first[None, :], lower, 0.0)
-        if block == 1:
-            inverse = inverse - corner
-        else:
-            inverse = inverse - _matmul(_matmul(inverse, corner), inverse)
-        block *= 2
-    return inverse
+    return _doubled(lower)
+
+
+def _doubled(lower: jax.Array) -> jax.Array:
+    """With both diagonal blocks inverted to X1 and X2, the inverse is [[X1, 0], [-X2 L21 X1, X2]]."""
+    size = lower.shape[-1]
+    if size <= 2:
+        return jnp.eye(size, dtype=lower.dtype) - lower
+    half = size // 2
+    # Both halves go down together, so each level is one batched product, small next to a product of full matrices.
+    first, second = _doubled(jnp.stack([lower[..., :half, :half], lower[..., half:, half:]]))
+    corner = -_matmul(_matmul(second, lower[..., half:, :half]), first)
+    top = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
+    return jnp.concatenate([top, jnp.concatenate([corner, second], axis=-1)], axis=-2)
 
 
 def _matmul(a: jax.Array, b: jax.Array) -> jax.Array:

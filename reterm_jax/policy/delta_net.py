@@ -165,12 +165,10 @@ def chunked_delta_rule(
     query_key = product("nbgik,nbgjk->nbgij", q_NBGCK, k_NBGCK)[:, :, :, None]
     inverse_NBGRCC = unit_lower_inverse(jnp.tril(strength_NBGRC[..., None] * key_key * decay_NBGRCC, -1))
     # With the incoming state S, the chunk's corrected writes are `own` - `read` S.
-    own_NBGRCV = product("nbgrij,nbgrjv->nbgriv", inverse_NBGRCC, strength_NBGRC[..., None] * v_NBGRCV)
-    read_NBGRCK = product(
-        "nbgrij,nbgrjk->nbgrik",
-        inverse_NBGRCC * (strength_NBGRC * decay_in)[..., None, :],
-        jnp.broadcast_to(k_NBGCK[:, :, :, None], (*own_NBGRCV.shape[:-1], k_NBGCK.shape[-1])),
-    )
+    values_NBGRCV = strength_NBGRC[..., None] * v_NBGRCV
+    keys_NBGRCK = (strength_NBGRC * decay_in)[..., None] * k_NBGCK[:, :, :, None]
+    solved = product("nbgrij,nbgrjx->nbgrix", inverse_NBGRCC, jnp.concatenate([values_NBGRCV, keys_NBGRCK], -1))
+    own_NBGRCV, read_NBGRCK = solved[..., : v.shape[-1]], solved[..., v.shape[-1] :]
     k_out_NBGRCK = k_NBGCK[:, :, :, None] * decay_out[..., None]
     forget_NBGRKK = product("nbgrck,nbgrcl->nbgrkl", k_out_NBGRCK, read_NBGRCK)
     write_NBGRKV = product("nbgrck,nbgrcv->nbgrkv", k_out_NBGRCK, own_NBGRCV)
@@ -182,12 +180,11 @@ def chunked_delta_rule(
     final_state, states_NBGRKV = jax.lax.scan(
         next_state, state_BGRKV, (decay_through_NBGR, forget_NBGRKK, write_NBGRKV)
     )
-    weights_NBGRCC = query_key * decay_NBGRCC
-    q_in_NBGRCK = q_NBGCK[:, :, :, None] * decay_in[..., None] - product(
-        "nbgrij,nbgrjk->nbgrik", weights_NBGRCC, read_NBGRCK
-    )
-    out = product("nbgrij,nbgrjv->nbgriv", weights_NBGRCC, own_NBGRCV)
-    out = out + product("nbgrck,nbgrkv->nbgrcv", q_in_NBGRCK, states_NBGRKV)
+    # Own writes reach the outputs directly, the state through the query less what the writes have corrected of it.
+    seen = product("nbgrij,nbgrjx->nbgrix", query_key * decay_NBGRCC, solved)
+    from_own_NBGRCV, corrected_NBGRCK = seen[..., : v.shape[-1]], seen[..., v.shape[-1] :]
+    q_in_NBGRCK = q_NBGCK[:, :, :, None] * decay_in[..., None] - corrected_NBGRCK
+    out = from_own_NBGRCV + product("nbgrck,nbgrkv->nbgrcv", q_in_NBGRCK, states_NBGRKV)
     N, B, G, R, C, V = out.shape
     return out.transpose(1, 0, 4, 2, 3, 5).reshape(B, N * C, G, R, V)[:, :T], final_state
 

@@ -77,7 +77,9 @@ class Task:
             raise TaskError(path, None, "not a directory", "give the path of a Harbor task directory")
         config = TaskConfig.load(path / "task.toml")
         if (path / "steps").is_dir():
-            raise TaskError(path / "steps", None, "multi-step tasks are not supported", "split it into one task per step")
+            raise TaskError(
+                path / "steps", None, "multi-step tasks are not supported", "split it into one task per step"
+            )
         instruction = _instruction(path / "instruction.md")
         if not (path / "tests" / "test.sh").is_file():
             raise TaskError(path / "tests" / "test.sh", None, "missing", "a task needs a verifier script of this name")

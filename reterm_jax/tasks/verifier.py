@@ -14,8 +14,12 @@ from reterm_jax.tasks.task import Task
 _DETAIL_CHARS = 2000
 _HOUSEKEEPING_SEC = 60.0
 
-# The agent can write anything into /logs and /tests while it works. Both are emptied just before the tests run.
-_CLEAR = "rm -rf /tests /logs/verifier && mkdir -p /logs/verifier"
+# The agent can write anything into /logs and /tests while it works. Both are emptied just before the tests run. The
+# chmod is for sandboxes whose root has no capabilities: permissions taken away by the agent must not stop its grading.
+_CLEAR = """
+chmod -R u+rwX /tests /logs/verifier 2>/dev/null
+rm -rf /tests /logs/verifier && mkdir -p /logs/verifier
+"""
 _RUN = "chmod +x /tests/test.sh && /tests/test.sh"
 _READ = """
 cd /logs/verifier || exit 3

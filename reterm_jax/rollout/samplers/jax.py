@@ -68,9 +68,8 @@ def _sample(logits_BV: jax.Array, temperature_B: jax.Array, seed_B: jax.Array, i
 @functools.partial(jax.jit, static_argnames=("config",), donate_argnames=("cache", "logits_SV"))
 def _prefill(params, config, cache, logits_SV, slots_R, tokens_RT, lengths_R):
     """Appends tokens to the caches of some slots; rows of length 0 are padding and change nothing."""
-    rows = decode.take_rows(cache, slots_R)
-    row_logits_RV, rows = decode.extend(params, config, rows, tokens_RT, lengths_R)
-    cache = decode.put_rows(cache, slots_R, rows)
+    row_logits_RV, rows = decode.extend(params, config, decode.fork(cache, slots_R), tokens_RT, lengths_R)
+    cache = _put_rows(cache, slots_R, rows)
     keep_R1 = (lengths_R > 0)[:, None]
     # Padding rows name a slot past the end, which drops their write.
     return cache, logits_SV.at[slots_R].set(jnp.where(keep_R1, row_logits_RV, 0.0), mode="drop")
@@ -103,8 +102,17 @@ def _decode(params, config, cache, logits_SV, temperature_S, seed_S, index_S, le
 
 @functools.partial(jax.jit, donate_argnames=("cache", "logits_SV"))
 def _copy_slot(cache, logits_SV, source, target):
-    cache = decode.put_rows(cache, target[None], decode.take_rows(cache, source[None]))
+    cache = _put_rows(cache, target[None], decode.fork(cache, source[None]))
     return cache, logits_SV.at[target].set(logits_SV[source])
+
+
+def _put_rows(cache, slots_R, rows):
+    return jax.tree.map(lambda old, new: old.at[slots_R].set(new, mode="drop"), cache, rows)
+
+
+@functools.partial(jax.jit, donate_argnames=("cache",))
+def _clear_slot(cache, slot):
+    return jax.tree.map(lambda x: x.at[slot].set(jnp.zeros_like(x[0])), cache)
 
 
 class JaxSampler:
@@ -223,7 +231,7 @@ class JaxSampler:
         return held
 
     def _reset(self, slot: int) -> None:
-        self._cache = decode.clear_rows(self._cache, jnp.asarray([slot], jnp.int32))
+        self._cache = _clear_slot(self._cache, jnp.int32(slot))
 
     def _advance(self, admitted: list[_Request]) -> None:
         """Device work of one round: prefill of the admitted requests, then a few tokens of every running one."""

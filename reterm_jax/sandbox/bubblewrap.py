@@ -1,0 +1,287 @@
+"""Sandboxes made of a private directory and bubblewrap: the embedded default, for one machine without Docker.
+
+A sandbox is a directory that is `/` inside (see `jail.py`); starting, saving and forking copy it. Processes end with the
+command that started them, so a snapshot never misses any and `live_processes` is always empty. There is one user:
+`user` may be None, "root" or "agent", which are the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import os
+import secrets
+import shutil
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from reterm_jax.sandbox import archive, environment, shell
+from reterm_jax.sandbox.base import ExecResult, SandboxError, Snapshot
+from reterm_jax.sandbox.environment import Environment
+from reterm_jax.sandbox.jail import Jail, open_jail
+from reterm_jax.sandbox.process import Finished, disk_errors, disk_full, memory_file, run_program
+from reterm_jax.sandbox.reaper import HostDir, claim
+
+if TYPE_CHECKING:
+    from reterm_jax.tasks.task import Task
+
+_USERS = (None, "", "root", "agent")
+_FILE_DEADLINE = 300.0  # seconds for copying a tree or an archive
+_LATE = 10.0  # seconds after which a command that its own `timeout` did not end is killed from outside
+
+
+class BubblewrapSandbox:
+    """A directory in which commands run through bubblewrap; made by BubblewrapHost."""
+
+    def __init__(self, host: BubblewrapHost, place: Path, env: Environment) -> None:
+        self.workdir = env.workdir
+        self.id = place.name
+        self._host = host
+        self._place = place
+        self._environment = env
+        self._lock = asyncio.Lock()
+        self._closed = False
+
+    @property
+    def root(self) -> Path:
+        """The host directory that is `/` inside."""
+        return self._place / "root"
+
+    async def exec(
+        self,
+        command: str,
+        *,
+        timeout: float,
+        user: str | None = None,
+        env: Mapping[str, str] | None = None,
+        fresh: bool = False,
+    ) -> ExecResult:
+        if user not in _USERS:
+            raise SandboxError(f"user {user!r} needs Docker: a bubblewrap sandbox has one user, 'agent'")
+        extra = shell.check_env(env or {})
+        async with self._use(), _command_fd(command) as fd:
+            line = shell.shell_line(
+                fd,
+                workdir=self.workdir,
+                fresh=fresh,
+                env_names=extra,
+                ulimits=shell.ulimits(self._environment.limits, timeout),
+            )
+            argv = shell.timed(["/usr/bin/bash", "-c", line, "bash"], timeout, "/usr/bin/timeout")
+            started = time.monotonic()
+            done = await self._host.jail.run(
+                self.root,
+                argv,
+                env={**self._environment.env, **extra},
+                deadline=timeout + shell.GRACE + _LATE,
+                fds=[fd],
+            )
+            duration = time.monotonic() - started
+            if os.lseek(fd, 0, os.SEEK_CUR) == 0:  # bash has not even read the command
+                raise SandboxError(f"cannot run a command in sandbox {self._place}: {done.output.text().strip()}")
+        if done.late:
+            return ExecResult(done.output.text(), 137, duration, True, done.output.elided)
+        timed_out = shell.hit_time_limit(done.exit_code, duration, timeout)
+        return ExecResult(done.output.text(), done.exit_code, duration, timed_out, done.output.elided)
+
+    async def upload(self, source: Path, target: str) -> None:
+        directory, name = archive.split_target(source, target)
+        # Unpacked by a process inside: links that the agent made lead nowhere else than they do for the agent.
+        script = 'mkdir -p -- "$1" && exec tar --no-overwrite-dir -xpf - -C "$1"'
+        with tempfile.TemporaryFile(dir=self._host.directory.path) as file:
+            with disk_errors(self._host.directory.path):
+                await asyncio.to_thread(archive.pack, [(source, name)], file)
+                file.flush()
+                file.seek(0)
+            done = await self._inside(["/usr/bin/bash", "-c", script, "bash", directory], stdin=file.fileno())
+        if done.exit_code != 0:
+            raise self._failure(f"upload of {source} to {target}", done)
+
+    async def download(self, source: str, target: Path) -> None:
+        script = '[ -e "$1" ] || exit 44; exec tar --hard-dereference -chf - -C "${1%/*}/" -- "${1##*/}"'
+        path = source.rstrip("/")
+        if not path.startswith("/"):
+            raise ValueError(f"download source {source!r} must be an absolute path inside the sandbox, not / itself")
+        with tempfile.TemporaryFile(dir=self._host.directory.path) as file:
+            done = await self._inside(["/usr/bin/bash", "-c", script, "bash", path], stdout=file.fileno())
+            if done.exit_code == 44:
+                raise FileNotFoundError(f"{source} does not exist in the sandbox")
+            if done.exit_code != 0:
+                raise self._failure(f"download of {source}", done)
+            file.seek(0)
+            with disk_errors(target):
+                await asyncio.to_thread(archive.unpack, file, path.rsplit("/", 1)[1], target)
+
+    async def snapshot(self) -> Snapshot:
+        async with self._use():
+            return await self._host.save(self.root, self._environment)
+
+    async def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            async with self._lock:
+                try:
+                    await self._host.remove(self._place)
+                finally:
+                    self._host.closed(self)
+
+    @contextlib.asynccontextmanager
+    async def _use(self):
+        async with self._lock:
+            if self._closed:
+                raise SandboxError(f"sandbox {self.id} is closed")
+            # An agent may have locked everyone, itself included, out of `/`.
+            with disk_errors(self.root):
+                os.chmod(self.root, 0o755)
+            yield
+
+    async def _inside(self, argv: list[str], **streams: int) -> Finished:
+        async with self._use():
+            return await self._host.jail.run(
+                self.root, argv, env=self._environment.env, deadline=_FILE_DEADLINE, **streams
+            )
+
+    def _failure(self, what: str, done: Finished) -> SandboxError:
+        output = done.output.text().strip()
+        if "No space left" in output:
+            return disk_full(self._place)
+        return SandboxError(f"{what} failed in sandbox {self._place}: {output[-500:]}")
+
+
+class BubblewrapHost:
+    """Makes bubblewrap sandboxes below RUN_DIR/sandboxes. See SandboxHost for the calls."""
+
+    def __init__(self, run_dir: Path, *, max_concurrent: int) -> None:
+        """Raises SandboxUnavailable without a working bubblewrap, SandboxError if `run_dir` cannot be used."""
+        self.directory: HostDir = claim(run_dir)
+        try:
+            with disk_errors(self.directory.path):
+                for name in ("environments", "live", "snapshots"):
+                    (self.directory.path / name).mkdir()
+                    (self.directory.path / name).chmod(0o711)
+                self.jail: Jail = open_jail(self.directory.path)
+        except BaseException:
+            self.directory.remove()
+            raise
+        self._slots = asyncio.Semaphore(max_concurrent)
+        self._live: set[BubblewrapSandbox] = set()
+        self._environments: dict[str, Environment] = {}
+        self._building: dict[str, asyncio.Lock] = {}
+        self._snapshots: dict[str, Environment] = {}
+        atexit.register(self._remove_all)
+
+    async def start(self, task: Task) -> BubblewrapSandbox:
+        env = await self._environment(task)
+        return await self._make(self.directory.path / "environments" / _key(task), env)
+
+    async def fork(self, snapshot: Snapshot, task: Task) -> BubblewrapSandbox:
+        if snapshot.id not in self._snapshots:
+            raise SandboxError(f"task {task.id}: snapshot {snapshot.id} of {snapshot.owner} is not held by this host")
+        return await self._make(self.directory.path / "snapshots" / snapshot.id, self._snapshots[snapshot.id])
+
+    async def release(self, snapshot: Snapshot) -> None:
+        if self._snapshots.pop(snapshot.id, None) is not None:
+            await self.remove(self.directory.path / "snapshots" / snapshot.id)
+
+    async def close(self) -> None:
+        for sandbox in list(self._live):
+            await sandbox.close()
+        await asyncio.to_thread(self._remove_all)
+        atexit.unregister(self._remove_all)
+
+    async def save(self, root: Path, env: Environment) -> Snapshot:
+        """Copies a sandbox's directory; called by the sandbox, which holds its lock."""
+        name = f"snap-{secrets.token_hex(6)}"
+        await self._copy(root, self.directory.path / "snapshots" / name)
+        self._snapshots[name] = env
+        return Snapshot(name, "bubblewrap", self.directory.id)
+
+    async def remove(self, place: Path) -> None:
+        done = await run_program([*self.jail.as_owner, "/bin/rm", "-rf", "--", str(place)], deadline=_FILE_DEADLINE)
+        if done.exit_code != 0:
+            raise SandboxError(f"cannot remove {place}: {done.output.text().strip()[-500:]}")
+
+    def closed(self, sandbox: BubblewrapSandbox) -> None:
+        """A sandbox has ended: its slot is free."""
+        if sandbox in self._live:
+            self._live.discard(sandbox)
+            self._slots.release()
+
+    async def _make(self, source: Path, env: Environment) -> BubblewrapSandbox:
+        await self._slots.acquire()
+        place = self.directory.path / "live" / f"sandbox-{secrets.token_hex(6)}"
+        try:
+            await self._copy(source, place)
+        except BaseException:
+            self._slots.release()
+            raise
+        sandbox = BubblewrapSandbox(self, place, env)
+        self._live.add(sandbox)
+        return sandbox
+
+    async def _copy(self, source: Path, target: Path) -> None:
+        """Copies directory `source/root` or `source` itself (if it is a root) to `target/root`, all attributes kept."""
+        origin = source if source.name == "root" else source / "root"
+        with disk_errors(target):
+            target.mkdir()
+            target.chmod(0o711)
+        command = [*self.jail.as_owner, "/bin/cp", "-a", "--", str(origin), str(target / "root")]
+        try:
+            done = await run_program(command, deadline=_FILE_DEADLINE)
+        except BaseException:
+            await asyncio.shield(self.remove(target))
+            raise
+        if done.exit_code != 0:
+            message = done.output.text().strip()
+            await self.remove(target)
+            if "No space left" in message or "quota exceeded" in message:
+                raise disk_full(target.parent)
+            raise SandboxError(f"cannot copy {origin} to {target}: {message[-500:]}")
+
+    async def _environment(self, task: Task) -> Environment:
+        key = _key(task)
+        async with self._building.setdefault(key, asyncio.Lock()):
+            if key not in self._environments:
+                place = self.directory.path / "environments" / key
+                try:
+                    self._environments[key] = await self._build(task, place)
+                except BaseException:
+                    await asyncio.shield(self.remove(place))
+                    raise
+            return self._environments[key]
+
+    async def _build(self, task: Task, place: Path) -> Environment:
+        recipe = environment.Recipe.of(task)
+        with disk_errors(place):
+            place.mkdir()
+            place.chmod(0o711)
+            environment.make_root(place / "root", self.jail.owner)
+        for step in recipe.steps:
+            sandbox = BubblewrapSandbox(self, place, step.environment)
+            await step.apply(sandbox)
+        return recipe.environment
+
+    def _remove_all(self) -> None:
+        self.jail.close()
+        self._snapshots.clear()
+        self._environments.clear()
+        self.directory.remove()
+
+
+@contextlib.asynccontextmanager
+async def _command_fd(command: str):
+    with memory_file(shell.payload(command)) as fd:
+        yield fd
+
+
+def _key(task: Task) -> str:
+    return task.content_hash
+
+
+def available() -> bool:
+    """Whether bubblewrap is installed."""
+    return shutil.which("bwrap") is not None

@@ -1,0 +1,37 @@
+"""The choice of a sandbox kind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from reterm_jax.sandbox import bubblewrap
+from reterm_jax.sandbox.base import SandboxHost, SandboxUnavailable
+from reterm_jax.sandbox.jail import INSTALL_HINT
+
+
+def make_host(
+    kind: Literal["auto", "bubblewrap", "docker"], run_dir: Path, *, max_concurrent: int, run_id: str
+) -> SandboxHost:
+    """A host of the given kind for one run; first removes what a dead run of the same `run_dir` left behind.
+
+    "auto" is bubblewrap, or Docker where bubblewrap is not installed and a daemon answers. Call `close` in the end.
+    Raises SandboxUnavailable if that kind does not work here, naming the command that helps; ValueError for another
+    kind or `max_concurrent` < 1.
+    """
+    if max_concurrent < 1:
+        raise ValueError(f"max_concurrent must be at least 1, got {max_concurrent}")
+    if kind == "bubblewrap" or (kind == "auto" and bubblewrap.available()):
+        return bubblewrap.BubblewrapHost(run_dir, max_concurrent=max_concurrent)
+    if kind not in ("auto", "docker"):
+        raise ValueError(f"sandbox kind must be auto, bubblewrap or docker, got {kind!r}")
+    from reterm_jax.sandbox import dockerhost
+
+    try:
+        return dockerhost.DockerHost(run_dir, max_concurrent=max_concurrent, run_id=run_id)
+    except SandboxUnavailable as error:
+        if kind == "docker":
+            raise
+        raise SandboxUnavailable(
+            f"neither bubblewrap nor a Docker daemon is there to isolate commands; as root run: {INSTALL_HINT}"
+        ) from error

@@ -1,0 +1,95 @@
+"""What a training phase carries from step to step, created in place on the devices of a mesh."""
+
+from collections.abc import Callable
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+
+@flax.struct.dataclass
+class TrainState:
+    """
+    Attributes:
+        params: master parameters, float32.
+        opt_state: the optimizer's state, sharded like the parameters it belongs to.
+        step: int32 [], updates attempted so far; data order and schedules of the loops follow from it.
+    """
+
+    params: Any
+    opt_state: Any
+    step: jax.Array
+
+
+def state_shardings(
+    abstract_params: Any, optimizer: optax.GradientTransformation, mesh: Mesh, param_shardings: Any
+) -> TrainState:
+    """A NamedSharding for every leaf of the state: moments lie where their parameter lies, the rest is replicated."""
+    replicated = NamedSharding(mesh, PartitionSpec())
+    opt_shardings = optax.tree_map_params(
+        optimizer,
+        lambda _, sharding: sharding,
+        jax.eval_shape(optimizer.init, abstract_params),
+        param_shardings,
+        transform_non_params=lambda _: replicated,
+    )
+    return TrainState(params=param_shardings, opt_state=opt_shardings, step=replicated)
+
+
+def abstract_state(
+    abstract_params: Any, optimizer: optax.GradientTransformation, mesh: Mesh, param_shardings: Any
+) -> TrainState:
+    """Shapes, dtypes and shardings of the state: what a checkpoint is restored into. Allocates nothing."""
+    shapes = TrainState(
+        params=abstract_params,
+        opt_state=jax.eval_shape(optimizer.init, abstract_params),
+        step=jax.ShapeDtypeStruct((), jnp.int32),
+    )
+    shardings = state_shardings(abstract_params, optimizer, mesh, param_shardings)
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
+
+
+def init_state(
+    init_params: Callable[[jax.Array], Any],
+    key: jax.Array,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    param_shardings: Any,
+) -> TrainState:
+    """A new state with random parameters. No device ever holds more than its shards."""
+    shapes = jax.eval_shape(init_params, key)
+    shardings = state_shardings(shapes, optimizer, mesh, param_shardings)
+    with jax.set_mesh(mesh):
+        params = jax.jit(init_params, out_shardings=shardings.params)(key)
+    return _with_new_optimizer(params, optimizer, mesh, shardings)
+
+
+def state_from_params(
+    params: Any, optimizer: optax.GradientTransformation, mesh: Mesh, param_shardings: Any
+) -> TrainState:
+    """A new state at step 0 around given parameters, such as those of an earlier phase or of a model directory.
+
+    The parameters are copied: a step donates its state, and must not take the caller's arrays with it.
+    """
+    shapes = jax.eval_shape(lambda tree: jax.tree.map(lambda x: x.astype(jnp.float32), tree), params)
+    shardings = state_shardings(shapes, optimizer, mesh, param_shardings)
+    placed = jax.device_put(params, shardings.params)
+    with jax.set_mesh(mesh):
+        copy = jax.jit(
+            lambda tree: jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), tree),
+            out_shardings=shardings.params,
+        )
+        params = copy(placed)
+    return _with_new_optimizer(params, optimizer, mesh, shardings)
+
+
+def _with_new_optimizer(
+    params: Any, optimizer: optax.GradientTransformation, mesh: Mesh, shardings: TrainState
+) -> TrainState:
+    with jax.set_mesh(mesh):
+        opt_state = jax.jit(optimizer.init, out_shardings=shardings.opt_state)(params)
+    step = jax.device_put(jnp.zeros((), jnp.int32), shardings.step)
+    return TrainState(params=params, opt_state=opt_state, step=step)

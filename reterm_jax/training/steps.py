@@ -1,0 +1,235 @@
+"""One update of the policy: a pure function of (state, batch), jitted with explicit shardings.
+
+Gradients are accumulated over micro-batches inside the compiled function, with weights and a denominator that belong
+to the whole update, so that the cut into micro-batches changes nothing but memory. The loop over micro-batches has a
+dynamic trip count and the array of micro-batches is padded to a power of two: updates of any size share a handful of
+compilations, and padding costs nothing.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from reterm_jax.losses import sft
+from reterm_jax.losses.aggregation import token_weights
+from reterm_jax.losses.policy_gradient import load_objective, sampler_metrics
+from reterm_jax.losses.token_logprobs import token_logprobs
+from reterm_jax.policy import forward
+from reterm_jax.policy.config import QwenConfig
+from reterm_jax.policy.sharding import BATCH_AXES
+from reterm_jax.policy.spec import abstract_params
+from reterm_jax.tokens.packing import Batch
+from reterm_jax.training.state import TrainState, state_shardings
+
+Metrics = dict[str, jax.Array]
+TrainStep = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
+# (logprobs [R,T], micro-batch arrays [R,T]) -> (loss [R,T], metrics [R,T] each)
+TokenLoss = Callable[[jax.Array, Mapping[str, jax.Array]], tuple[jax.Array, Metrics]]
+
+
+@dataclass(frozen=True)
+class StepConfig:
+    """
+    Attributes:
+        micro_rows: rows whose activations exist at one time; a multiple of the mesh's data · fsdp.
+        aggregation: a mode of `losses.aggregation`; max_length is the divisor of its "constant" mode.
+        temperature: the sampler's temperature. SFT uses 1.
+        logprob_chunk: tokens whose logits exist at one time.
+        objective: name or import path of an RL objective; objective_args are its hyper-parameters.
+    """
+
+    micro_rows: int = 1
+    aggregation: str = "token"
+    max_length: int | None = None
+    temperature: float = 1.0
+    logprob_chunk: int = 2048
+    objective: str = "ppo_clip"
+    objective_args: Mapping[str, Any] = field(default_factory=dict)
+
+
+def make_sft_step(
+    policy: QwenConfig,
+    config: StepConfig,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    param_shardings: Any,
+) -> TrainStep:
+    """A step on the negative log-likelihood of the loss tokens. See `_make_step` for what it returns."""
+
+    def token_loss(logprobs_BT, micro):
+        return sft.nll(logprobs_BT, micro["loss_mask"])
+
+    return _make_step(policy, config, optimizer, mesh, param_shardings, token_loss, temperature=1.0)
+
+
+def make_rl_step(
+    policy: QwenConfig,
+    config: StepConfig,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    param_shardings: Any,
+) -> TrainStep:
+    """A step on `config.objective`, with metrics of the distance to the sampler.
+
+    Adds `train/clip_fraction` (whatever the objective reports), `train/kl_sampler`, `train/ratio`, and
+    `train/logprob_diff_{mean,p50,p99,max}`, the absolute difference between trainer and sampler on the loss tokens.
+    """
+    objective = load_objective(config.objective, config.objective_args)
+
+    def token_loss(logprobs_BT, micro):
+        inputs = logprobs_BT, micro["old_logprobs"], micro["advantages"], micro["loss_mask"]
+        loss_BT, metrics = objective(*inputs, segments_BT=micro["segments"])
+        return loss_BT, {**metrics, **sampler_metrics(logprobs_BT, micro["old_logprobs"], micro["loss_mask"])}
+
+    return _make_step(
+        policy, config, optimizer, mesh, param_shardings, token_loss, temperature=config.temperature, quantiles=True
+    )
+
+
+def make_score(
+    policy: QwenConfig, config: StepConfig, mesh: Mesh, param_shardings: Any
+) -> Callable[[Any, Batch], tuple[np.ndarray, np.ndarray]]:
+    """A function (params, batch) -> (logprobs, entropy), numpy float32 [B,T], of the batch's targets."""
+    _check_micro_rows(config.micro_rows, mesh)
+    rows = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+
+    def score_micro(params, micro):
+        return _logprobs(params, policy, micro, config.temperature, config.logprob_chunk)
+
+    compiled = jax.jit(score_micro, in_shardings=(param_shardings, rows), out_shardings=rows)
+
+    def score(params: Any, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+        with jax.set_mesh(mesh):
+            parts = []
+            for start in range(0, batch.rows, config.micro_rows):
+                chosen = np.arange(start, min(start + config.micro_rows, batch.rows))
+                micro = batch.take(chosen, count=config.micro_rows).arrays()
+                parts.append(compiled(params, {k: micro[k] for k in ("tokens", "targets", "segments", "positions")}))
+        logprobs, entropy = (np.concatenate([np.asarray(x) for x in column]) for column in zip(*parts, strict=True))
+        return logprobs[: batch.rows], entropy[: batch.rows]
+
+    return score
+
+
+def _make_step(
+    policy: QwenConfig,
+    config: StepConfig,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    param_shardings: Any,
+    token_loss: TokenLoss,
+    *,
+    temperature: float,
+    quantiles: bool = False,
+) -> TrainStep:
+    """The step around a per-token loss. It donates the state that it is given.
+
+    Its metrics are scalars on the device: `train/loss`, `train/grad_norm` (before clipping), `train/entropy`,
+    `train/loss_tokens`, `train/skipped`, and the means (or largest values, for names in `_max`) over the loss tokens
+    of what `token_loss` reports. An update whose gradient is not finite, or that has no loss token, changes nothing
+    but the step count and sets `train/skipped` to 1.
+    """
+    _check_micro_rows(config.micro_rows, mesh)
+
+    def micro_loss(params, micro, denominator):
+        mask_BT = micro["loss_mask"]
+        logprobs_BT, entropy_BT = _logprobs(params, policy, micro, temperature, config.logprob_chunk)
+        loss_BT, token_metrics = token_loss(logprobs_BT, micro)
+        loss = jnp.sum(micro["loss_weights"] * loss_BT) / denominator
+        token_metrics = {"entropy": entropy_BT, **token_metrics}
+        sums = {k: _reduce(k)(jnp.where(mask_BT, x, 0.0)) for k, x in jax.lax.stop_gradient(token_metrics).items()}
+        return loss, ({"loss": loss, **sums}, logprobs_BT)
+
+    def update(state: TrainState, batch: dict[str, jax.Array], used: jax.Array) -> tuple[TrainState, Metrics]:
+        mask_MRT = batch["loss_mask"]
+        flat = {k: batch[k].reshape(-1, batch[k].shape[-1]) for k in ("loss_mask", "segments", "weights")}
+        weights_BT, denominator = token_weights(
+            flat["loss_mask"], flat["segments"], flat["weights"], mode=config.aggregation, max_length=config.max_length
+        )
+        batch = {**batch, "loss_weights": weights_BT.reshape(mask_MRT.shape)}
+        differentiate = jax.grad(micro_loss, has_aux=True)
+
+        def accumulate(index, carry):
+            grads, totals, logprobs_MRT = carry
+            micro = {k: x[index] for k, x in batch.items()}
+            new_grads, (sums, logprobs_RT) = differentiate(state.params, micro, denominator)
+            totals = {k: jnp.maximum(totals[k], x) if k.endswith("_max") else totals[k] + x for k, x in sums.items()}
+            return jax.tree.map(jnp.add, grads, new_grads), totals, logprobs_MRT.at[index].set(logprobs_RT)
+
+        first = {k: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for k, x in batch.items()}
+        shapes = jax.eval_shape(differentiate, state.params, first, denominator)[1][0]
+        zeros = jax.tree.map(jnp.zeros_like, state.params)
+        totals = {k: jnp.zeros(s.shape, s.dtype) for k, s in shapes.items()}
+        carry = (zeros, totals, jnp.zeros(mask_MRT.shape, jnp.float32))
+        grads, totals, logprobs_MRT = jax.lax.fori_loop(0, used, accumulate, carry)
+
+        loss_tokens = jnp.sum(mask_MRT)
+        metrics = _averaged(totals, loss_tokens)
+        grad_norm = optax.global_norm(grads)
+        applied = jnp.isfinite(grad_norm) & (loss_tokens > 0)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        new = optax.apply_updates(state.params, updates), opt_state
+        params, opt_state = jax.tree.map(
+            lambda after, before: jnp.where(applied, after, before), new, (state.params, state.opt_state)
+        )
+        metrics |= {"grad_norm": grad_norm, "loss_tokens": loss_tokens, "skipped": 1 - applied.astype(jnp.int32)}
+        if quantiles:
+            difference = jnp.abs(logprobs_MRT - batch["old_logprobs"])
+            chosen = jnp.where(mask_MRT, difference, jnp.nan).reshape(-1)
+            p50, p99 = jnp.nan_to_num(jnp.nanquantile(chosen, jnp.array([0.5, 0.99])))
+            metrics |= {"logprob_diff_p50": p50, "logprob_diff_p99": p99}
+        state = TrainState(params=params, opt_state=opt_state, step=state.step + 1)
+        return state, {f"train/{k}": x for k, x in metrics.items()}
+
+    shardings = state_shardings(abstract_params(policy), optimizer, mesh, param_shardings)
+    replicated = NamedSharding(mesh, PartitionSpec())
+    compiled = jax.jit(
+        update,
+        in_shardings=(shardings, NamedSharding(mesh, PartitionSpec(None, BATCH_AXES)), replicated),
+        out_shardings=(shardings, replicated),
+        donate_argnums=0,
+    )
+
+    def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        arrays, used = _micro_batches(batch, config.micro_rows)
+        with jax.set_mesh(mesh):
+            return compiled(state, arrays, used)
+
+    return step
+
+
+def _logprobs(params, policy, micro, temperature, chunk):
+    hidden_BTD = forward.hidden_states(params, policy, micro["tokens"], micro["segments"], micro["positions"])
+    head_VD = forward.head(params, policy)
+    return token_logprobs(hidden_BTD, head_VD, micro["targets"], temperature=temperature, chunk=chunk)
+
+
+def _reduce(name: str) -> Callable[[jax.Array], jax.Array]:
+    return jnp.max if name.endswith("_max") else jnp.sum
+
+
+def _averaged(totals: Metrics, loss_tokens: jax.Array) -> Metrics:
+    count = jnp.maximum(loss_tokens, 1)
+    return {k: x if k == "loss" or k.endswith("_max") else x / count for k, x in totals.items()}
+
+
+def _micro_batches(batch: Batch, micro_rows: int) -> tuple[dict[str, np.ndarray], np.int32]:
+    """[M, micro_rows, T] arrays with M a power of two, and how many of the micro-batches have loss tokens."""
+    trained = np.flatnonzero(batch.loss_mask.any(axis=1))
+    used = -(-len(trained) // micro_rows)
+    slots = 1 << max(0, used - 1).bit_length()
+    padded = batch.take(trained, count=slots * micro_rows)
+    return {k: v.reshape(slots, micro_rows, -1) for k, v in padded.arrays().items()}, np.int32(used)
+
+
+def _check_micro_rows(micro_rows: int, mesh: Mesh) -> None:
+    ways = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+    if micro_rows < 1 or micro_rows % ways:
+        raise ValueError(f"micro_rows = {micro_rows} must be a positive multiple of the mesh's data · fsdp = {ways}")
