@@ -12,11 +12,11 @@ class UserError(Exception):
     """Something that the user can mend: the message names the file, field or flag and the remedy."""
 
 
-def run_main(main: Callable[[Sequence[str]], None]) -> None:
+def run_main(main: Callable[[Sequence[str]], None], *, positional: int = 0) -> None:
     """Runs an absl main. Known errors become one line on stderr and exit status 1; others keep their traceback."""
 
     def guarded(argv: Sequence[str]) -> None:
-        if len(argv) > 1:
+        if len(argv) > 1 + positional:
             raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
         logging.set_verbosity(logging.INFO)
         try:

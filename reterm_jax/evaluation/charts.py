@@ -65,7 +65,7 @@ def line_chart(
     return Markup("".join(parts) + "</svg>")
 
 
-def interval_chart(estimate: Estimate, *, colour: str, width: int = 150, height: int = 26) -> Markup:
+def interval_chart(estimate: Estimate, *, colour: str, width: int = 140, height: int = 26) -> Markup:
     """A value between 0 and 1 as a dot on its 95 % interval."""
     middle, pad = height / 2, 5
 
@@ -89,14 +89,10 @@ def interval_chart(estimate: Estimate, *, colour: str, width: int = 150, height:
 
 
 def smooth(values: Sequence[float]) -> list[float]:
-    """Centred running mean over about an eighth of the curve (`window` values)."""
+    """Centred running mean over about an eighth of the curve (`window` values); at the ends, over what is there."""
     half = window(len(values)) // 2
-    means = []
-    for i in range(len(values)):
-        # The window shrinks alike on both sides, so that the ends are not pulled inwards.
-        reach = min(half, i, len(values) - 1 - i)
-        means.append(sum(values[i - reach : i + reach + 1]) / (2 * reach + 1))
-    return means
+    near = [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
+    return [sum(group) / len(group) for group in near]
 
 
 def window(count: int) -> int:

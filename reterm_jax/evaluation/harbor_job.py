@@ -119,7 +119,7 @@ def _ended(exception: str, submitted: bool) -> str:
         return "time_limit"
     if "ContextLength" in exception:
         return "overflow"
-    return "env_error" if exception else "submit" if submitted else "no submit"
+    return "env_error" if exception else "submit" if submitted else "stop without submit"
 
 
 def _exception(path: Path, result: dict[str, Any], result_path: Path) -> str:

@@ -66,13 +66,7 @@ class AttemptRecord:
         The turns that a recovery inherited from its failed attempt are not repeated: `attempt.turns` are its own.
         """
         outcome = attempt.outcome
-        spans = attempt.transcript.spans
-        inherited, tokens = 0, 0
-        for span in spans:
-            own = inherited >= attempt.prefix_len
-            inherited += len(span.ids)
-            if own and span.source == "policy":
-                tokens += len(span.ids)
+        _, policy_mask_T, _, _ = attempt.transcript.arrays()
         return cls(
             id=attempt.id,
             task_id=attempt.task_id,
@@ -96,8 +90,8 @@ class AttemptRecord:
             parent=attempt.parent,
             depth=attempt.depth,
             seed=seed,
-            tokens=tokens,
-            seconds=float(sum(attempt.timings.values())),
+            tokens=int(policy_mask_T[attempt.prefix_len :].sum()),
+            seconds=float(attempt.timings.get("total", sum(attempt.timings.values()))),
             detail="" if outcome is None else outcome.detail,
         )
 

@@ -41,9 +41,10 @@ CHARTS = (
     Chart("recovery/reward", "Recovery reward", bounds=(0.0, 1.0), large=True),
     Chart("sft/loss", "SFT loss", axis="SFT step"),
     Chart("train/entropy", "Entropy (nats per token)"),
-    Chart("train/logprob_difference", "|Δ logprob|, sampler to trainer"),
+    Chart("train/logprob_diff_mean", "|Δ logprob|, sampler to trainer"),
     Chart("rollout/tokens_per_attempt", "Tokens per attempt"),
     Chart("train/grad_norm", "Gradient norm"),
+    Chart("rollout/seconds", "Rollout seconds per step"),
 )
 
 
@@ -80,6 +81,7 @@ def write_report(
             large_charts=_charts(curves, large=True),
             small_charts=_charts(curves, large=False),
             families=_families(report.results),
+            families_title="Tasks" if galleries else "Families",
             trees=report.trees,
             galleries=[(gallery, by_family(gallery.attempts)) for gallery in galleries],
         )
@@ -104,7 +106,9 @@ def _environment() -> jinja2.Environment:
 
 
 def duration(seconds: float) -> str:
-    """Wall time for people: 0.4 s, 12 s, 3 min 05 s, 2 h 04 min."""
+    """Wall time for people: 21 ms, 3.4 s, 12 s, 3 min 05 s, 2 h 04 min."""
+    if seconds < 0.1:
+        return f"{1000 * seconds:.0f} ms"
     if seconds < 10:
         return f"{seconds:.1f} s"
     whole = round(seconds)
@@ -167,7 +171,7 @@ def _charts(curves: Sequence[CurvePoint], *, large: bool) -> list[dict]:
                 "title": chart.title,
                 "axis": chart.axis,
                 "svg": svg,
-                "last": charts.number(last),
+                "last": f"{last:.2f}" if chart.bounds else charts.number(last),
                 "window": charts.window(len(points)),
             }
         )
@@ -176,9 +180,12 @@ def _charts(curves: Sequence[CurvePoint], *, large: bool) -> list[dict]:
 
 def _families(results: Sequence[EvalResult]) -> list[dict]:
     """One panel a measure; in it one row a family with a bar for each policy."""
+    everything = [attempt for result in results for attempt in result.attempts]
+    # Imported trials have no families: there each task stands for itself.
+    kind = "task" if all(attempt.family == attempt.task_id for attempt in everything) else "family"
     measures = (
-        ("Pass@1 by family", [by_family(result.attempts) for result in results], pass_at_1),
-        ("Recovery rate by family", [by_family(result.recoveries) for result in results], recovery_rate),
+        (f"Pass@1 by {kind}", [by_family(result.attempts) for result in results], pass_at_1),
+        (f"Recovery rate by {kind}", [by_family(result.recoveries) for result in results], recovery_rate),
     )
     panels = []
     for title, groups, measure in measures:

@@ -132,8 +132,11 @@ def paired_difference(
     """Success rate of `after` minus that of `before` on the units that both have.
 
     Pairing takes the units' difficulty out of the interval. `by` is `task_id` for Pass@1 and `parent` for recovery
-    rates. Units that one side lacks are left out and their attempts counted in `excluded`.
+    rates; units of one task are resampled together. Units that one side lacks are left out, and their attempts counted
+    in `excluded`.
     """
+    before, after = list(before), list(after)
+    task_of = {getattr(attempt, by): attempt.task_id for attempt in before}
     sides = [_group(attempts, lambda attempt: getattr(attempt, by)) for attempts in (before, after)]
     (old, old_excluded), (new, new_excluded) = sides
     shared = [unit for unit in old if unit in new]
@@ -144,12 +147,13 @@ def paired_difference(
         return _nothing(excluded)
     values_U = np.array([np.mean(new[unit]) - np.mean(old[unit]) for unit in shared])
     value = float(values_U.mean())
-    if np.ptp(values_U) == 0:
-        # No spread to resample. How often a unseen unit could still differ is bounded as for zero events.
-        slack = wilson(0, len(shared))[1]
+    tasks = [task_of[unit] for unit in shared]
+    if np.ptp(values_U) == 0 or len(set(tasks)) == 1:
+        # No spread to resample. How often an unseen unit could still differ is bounded as for zero events.
+        slack = wilson(0, len(set(tasks)))[1]
         low, high = max(-1.0, value - slack), min(1.0, value + slack)
     else:
-        low, high = _bootstrap(values_U, shared, seed, resamples)
+        low, high = _bootstrap(values_U, tasks, seed, resamples)
     return Estimate(value, low, high, len(shared), n, excluded, "bootstrap")
 
 
@@ -187,7 +191,7 @@ def _estimate(
 
 
 def _bootstrap(values_U: np.ndarray, clusters: Sequence[str], seed: int, resamples: int) -> tuple[float, float]:
-    """Expanded percentile interval of the mean over units, whole clusters drawn with replacement."""
+    """Expanded percentile interval of the mean over units, whole clusters (at least two) drawn with replacement."""
     names: Mapping[str, int] = {name: i for i, name in enumerate(dict.fromkeys(clusters))}
     index_U = np.array([names[name] for name in clusters])
     count = len(names)
@@ -198,7 +202,7 @@ def _bootstrap(values_U: np.ndarray, clusters: Sequence[str], seed: int, resampl
     for start in range(0, resamples, _CHUNK):
         drawn_RC = rng.integers(count, size=(min(_CHUNK, resamples - start), count))
         means.append(sums_C[drawn_RC].sum(1) / sizes_C[drawn_RC].sum(1))
-    tail = _NORMAL.cdf(-math.sqrt(count / (count - 1)) * _t_quantile(count - 1)) if count > 1 else 0.025
+    tail = _NORMAL.cdf(-math.sqrt(count / (count - 1)) * _t_quantile(count - 1))
     low, high = np.quantile(np.concatenate(means), [tail, 1 - tail])
     return float(low), float(high)
 

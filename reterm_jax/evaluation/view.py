@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from reterm_jax.evaluation import harbor_job
-from reterm_jax.evaluation.records import RunReport, read_curves
+from reterm_jax.evaluation.records import CurvePoint, RunReport, read_curves
 from reterm_jax.evaluation.report import Gallery, write_report
 
 
@@ -12,7 +12,7 @@ class ViewError(ValueError):
 
 
 def build_view(path: Path, output: Path) -> Path:
-    """Writes the page for a workdir (`report.json`, and `metrics.jsonl` if there), its report.json, or Harbor trials.
+    """Writes the page for a workdir (`report.json` and its metrics), its report.json, or Harbor trials.
 
     Raises:
         ViewError: the path is none of these, or the output is a directory.
@@ -24,9 +24,7 @@ def build_view(path: Path, output: Path) -> Path:
         raise ViewError(f"{path}: does not exist; give a run's workdir or a directory of Harbor trials")
     report_path = path if path.is_file() else path / "report.json"
     if report_path.is_file():
-        metrics = report_path.with_name("metrics.jsonl")
-        curves = read_curves(metrics) if metrics.exists() else []
-        return write_report(RunReport.load(report_path), curves, output)
+        return write_report(RunReport.load(report_path), find_curves(report_path.parent), output)
     try:
         results = harbor_job.load_jobs(path)
     except harbor_job.NoTrialsError as error:
@@ -41,3 +39,20 @@ def build_view(path: Path, output: Path) -> Path:
         for result, directory in zip(results, harbor_job.job_directories(path), strict=True)
     ]
     return write_report(report, [], output, galleries=galleries)
+
+
+def find_curves(workdir: Path) -> list[CurvePoint]:
+    """All metrics.jsonl files at most two directories down. One in a directory `sft` gives the `sft/loss` curve.
+
+    SFT and RL both log `train/...` by their own steps, so only the directory can tell them apart.
+    """
+    points = []
+    for depth in ("", "*/", "*/*/"):
+        for path in sorted(workdir.glob(f"{depth}metrics.jsonl")):
+            rows = read_curves(path)
+            if path.parent.name == "sft":
+                rows = [
+                    CurvePoint(r.step, {"sft/loss": r.values["train/loss"]}) for r in rows if "train/loss" in r.values
+                ]
+            points += rows
+    return points

@@ -221,7 +221,8 @@ def _layer_types(raw: Mapping[str, Any], family: str) -> tuple[str, ...]:
 
 
 def _reject_unimplemented(raw: Mapping[str, Any], where: str) -> None:
-    rope_type = (raw.get("rope_parameters") or raw.get("rope_scaling") or {}).get("rope_type", "default")
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
     checks = {
         "attention_bias": (bool(raw.get("attention_bias", False)), "biases are not implemented"),
         "use_sliding_window": (bool(raw.get("use_sliding_window", False)), "sliding windows are not implemented"),

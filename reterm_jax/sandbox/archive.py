@@ -1,4 +1,4 @@
-"""Tar streams between this machine and sandboxes. What comes out of a sandbox was written by a model: it is not trusted."""
+"""Tar streams between this machine and sandboxes. What comes out was written by a model: it is not trusted."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Sandboxes made of a private directory and bubblewrap: the embedded default, for one machine without Docker.
 
-A sandbox is a directory that is `/` inside (see `jail.py`); starting, saving and forking copy it. Processes end with the
-command that started them, so a snapshot never misses any and `live_processes` is always empty. There is one user:
+A sandbox is a directory that is `/` inside (see `jail.py`); starting, saving and forking copy it. Processes end with
+the command that started them, so a snapshot never misses any and `live_processes` is always empty. There is one user:
 `user` may be None, "root" or "agent", which are the same.
 """
 

@@ -17,7 +17,10 @@ if TYPE_CHECKING:
     from reterm_jax.tasks.task import Task
 
 _COMPOSE_FILES = ("docker-compose.yaml", "docker-compose.yml", "compose.yaml", "compose.yml")
-_PASSWD = "root:x:0:0:root:/root:/bin/bash\nagent:x:1000:1000:agent:/home/agent:/bin/bash\nnobody:x:65534:65534::/:/bin/false\n"
+_PASSWD = """root:x:0:0:root:/root:/bin/bash
+agent:x:1000:1000:agent:/home/agent:/bin/bash
+nobody:x:65534:65534:nobody:/nonexistent:/usr/sbin/nologin
+"""
 _GROUP = "root:x:0:\nagent:x:1000:\nnogroup:x:65534:\n"
 _HOSTS = "127.0.0.1 localhost sandbox\n::1 localhost\n"
 
@@ -75,6 +78,11 @@ class Recipe:
         context = Path(task.path) / "environment"
         file = context / "Dockerfile"
         check_no_compose(task)
+        if config.network_mode != "no-network":
+            raise SandboxError(
+                f"task {task.id}: environment.network_mode = {config.network_mode!r} needs Docker: "
+                "set config.sandbox.kind=docker"
+            )
         image = config.docker_image
         if image and image.split(":")[0] != BASE_IMAGE:
             raise SandboxError(

@@ -1,13 +1,13 @@
 """How a command enters a bubblewrap sandbox: namespaces, mounts, users.
 
 Inside, `/` is the sandbox's private directory, writable; the host's system directories are mounted over it read-only.
-There is no network, no capability, one user (`agent`, uid 1000) and no way to another. Everything a command started dies
-with it, because its process namespace does.
+There is no network, no capability, one user (`agent`, uid 1000) and no way to another. Everything a command started
+dies with it, because its process namespace does.
 
 On the host, the files of sandboxes belong to one user. That is the user who runs us, except for root: then it is
-HOST_UID, an id that owns nothing else, so that a command which broke out would still not be root, and so that the kernel
-enforces the process limit (which it does not for root). That user may not be able to reach a run directory inside, say,
-/root; therefore a mount namespace, made once per host, shows the directory under /mnt.
+HOST_UID, an id that owns nothing else, so that a command which broke out would still not be root, and so that the
+kernel enforces the process limit (which it does not for root). That user may not be able to reach a run directory
+inside, say, /root; therefore a mount namespace, made once per host, shows the directory under /mnt.
 """
 
 from __future__ import annotations
@@ -166,7 +166,9 @@ def _probe(jail: Jail) -> str:
         fds = () if jail.namespace_fd is None else (jail.namespace_fd,)
         command = [*jail.enter, jail.bwrap, *jail.arguments(root, {}), "--", "/bin/true"]
         done = subprocess.run(command, pass_fds=fds, env={}, stdin=subprocess.DEVNULL, capture_output=True, timeout=30)
-        return "" if done.returncode == 0 else done.stderr.decode("utf-8", "replace").strip() or f"exit {done.returncode}"
+        if done.returncode == 0:
+            return ""
+        return done.stderr.decode("utf-8", "replace").strip() or f"exit status {done.returncode}"
     except subprocess.TimeoutExpired:
         return "a trivial command did not end within 30 s"
     finally:

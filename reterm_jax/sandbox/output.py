@@ -9,17 +9,18 @@ KEEP_BYTES = 64 * 1024  # kept of the head, and again of the tail, while reading
 
 _ESCAPES = re.compile(
     r"\x1b(?:\[[0-?]*[ -/]*[@-~]"  # CSI: colours, cursor movement
-    r"|[\]PX^_][^\x07\x1b]*(?:\x07|\x1b\\)?"  # OSC, DCS, SOS, PM, APC with their strings
+    r"|[\]PX^_][^\x07\x1b\n]*(?:\x07|\x1b\\)?"  # OSC, DCS, SOS, PM, APC with their strings
     r"|[ -/]*[0-~])?"  # other escapes, and an escape that was cut
 )
-_OVERWRITTEN = re.compile(r"[^\n\r]*\r(?=[^\n\r])")  # what a progress bar drew before it returned to column 0
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def clean(text: str) -> str:
     """Removes terminal control: escapes, overwritten progress lines, backspaces, NUL and other control characters."""
-    text = _ESCAPES.sub("", text).replace("\r\n", "\n")
-    text = _OVERWRITTEN.sub("", text)
+    text = _ESCAPES.sub("", text)
+    if "\r" in text:
+        # What a progress bar drew before it returned to column 0 is gone from a screen.
+        text = "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n"))
     if "\b" in text:
         kept: list[str] = []
         for character in text:

@@ -15,9 +15,10 @@ import secrets
 import shutil
 import socket
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from reterm_jax.sandbox.base import SandboxError
 from reterm_jax.sandbox.process import disk_errors
@@ -104,3 +105,46 @@ def _exclusive(directory: Path) -> Iterator[None]:
         yield
     finally:
         os.close(fd)
+
+
+def docker_labels(run_dir: Path, run_id: str, host_id: str) -> dict[str, str]:
+    """The labels of every container and image of a host."""
+    return {"reterm.run": run_id, "reterm.run_dir": run_label(run_dir), "reterm.owner": host_id}
+
+
+def reap_docker(client: Any, run_dir: Path) -> None:
+    """Removes containers and images of hosts of `run_dir` that are dead."""
+    label = {"reterm.run_dir": run_label(run_dir)}
+    owners = {_label(item, "reterm.owner") for item in _labelled(client, label)}
+    for owner in owners - {None}:
+        if not is_alive(run_dir.resolve() / "sandboxes" / str(owner)):
+            remove_docker(client, {**label, "reterm.owner": str(owner)})
+
+
+def remove_docker(client: Any, labels: Mapping[str, str]) -> None:
+    """Removes containers, then images, that carry all of `labels`; what another process removes meanwhile is fine."""
+    from docker import errors
+
+    filters = {"label": [f"{name}={value}" for name, value in labels.items()]}
+    for container in client.containers.list(all=True, filters=filters, ignore_removed=True):
+        with contextlib.suppress(errors.NotFound):
+            container.remove(force=True, v=True)
+    # Images can depend on each other (a snapshot of a fork on a snapshot): some may go only in a later round.
+    for _ in range(3):
+        images = client.images.list(all=False, filters=filters)
+        for image in images:
+            for tag in image.tags or [image.id]:
+                with contextlib.suppress(errors.NotFound, errors.APIError):
+                    client.images.remove(tag, force=True)
+        if not images:
+            return
+
+
+def _labelled(client: Any, labels: Mapping[str, str]) -> list[Any]:
+    filters = {"label": [f"{name}={value}" for name, value in labels.items()]}
+    containers = client.containers.list(all=True, filters=filters, ignore_removed=True)
+    return [*containers, *client.images.list(filters=filters)]
+
+
+def _label(item: Any, name: str) -> str | None:
+    return item.labels.get(name)

@@ -31,7 +31,7 @@ _reterm_save() {{
   local IFS=$' \t\n'
   [ -d {STATE_DIR} ] || command -p mkdir -p {STATE_DIR}
   (
-    trap - EXIT DEBUG ERR RETURN
+    trap - EXIT DEBUG ERR RETURN TERM
     builtin printf 'builtin cd -- %q || _reterm_lost=%q\n' "$PWD" "$PWD"
     builtin umask -p
     if [ -n "$_reterm_env" ]; then
@@ -56,14 +56,18 @@ _reterm_kept=
 _reterm_given=
 [ -z "$_reterm_env" ] || _reterm_given=$(declare -px $_reterm_env 2>/dev/null)
 if [ -r {STATE} ]; then
+  _reterm_here=$PWD
   unset -v $(compgen -e)
+  export PWD=$_reterm_here
   . {STATE} 2>/dev/null
   [ -z "$_reterm_env" ] || _reterm_kept=$(builtin declare -px $_reterm_env 2>/dev/null)
   builtin eval "$_reterm_given"
   [ -z "$_reterm_lost" ] ||
-    builtin printf 'The working directory %s is gone; now in %s\n' "$_reterm_lost" "$PWD" >&2
+    builtin printf 'The working directory %s cannot be entered; now in %s\n' "$_reterm_lost" "$PWD" >&2
 fi
 trap '{{ _reterm_save; }} 2>/dev/null' EXIT
+# `timeout` signals twice (the shell, then its group), and bash without a trap dies at once at the second.
+trap 'exit 143' TERM
 """
 
 
@@ -77,9 +81,7 @@ class Limits:
     cpus: float = 1.0
 
 
-def shell_line(
-    fd: int, *, workdir: str, fresh: bool = False, env_names: Iterable[str] = (), ulimits: str = ""
-) -> str:
+def shell_line(fd: int, *, workdir: str, fresh: bool = False, env_names: Iterable[str] = (), ulimits: str = "") -> str:
     """The argument of `bash -c` that runs the command found on descriptor `fd`.
 
     All is on one line and the command runs by `eval` there, so bash's messages count lines as the agent does and

@@ -14,14 +14,18 @@ from reterm_jax.tasks.task import Task
 _DETAIL_CHARS = 2000
 _HOUSEKEEPING_SEC = 60.0
 
-# The agent can write anything into /logs and /tests while it works. Both are emptied just before the tests run. The
+# The agent can write anything into /logs and /tests while it works, so both are emptied just before the tests run. The
 # chmod is for sandboxes whose root has no capabilities: permissions taken away by the agent must not stop its grading.
-_CLEAR = """
+# Programs that the agent put in front on the task's PATH must not answer for rm and cat.
+_PATH = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+_CLEAR = f"""
+{_PATH}
 chmod -R u+rwX /tests /logs/verifier 2>/dev/null
 rm -rf /tests /logs/verifier && mkdir -p /logs/verifier
 """
-_RUN = "chmod +x /tests/test.sh && /tests/test.sh"
-_READ = """
+_RUN = "command -p chmod +x /tests/test.sh && /tests/test.sh"
+_READ = f"""
+{_PATH}
 cd /logs/verifier || exit 3
 if [ -f reward.json ]; then echo json; cat reward.json
 elif [ -f reward.txt ]; then echo text; cat reward.txt
@@ -71,7 +75,7 @@ def parse_reward(output: str) -> float:
         reward = _from_json(json.loads(text)) if kind.strip() == "json" else float(text.strip())
     except _BadReward:
         raise
-    except ValueError:
+    except (ValueError, OverflowError, RecursionError):
         raise _BadReward(f"{name} holds {text.strip()[:80]!r}, which is not a number") from None
     if not math.isfinite(reward):
         raise _BadReward(f"{name} holds {reward}, which is not a finite number")

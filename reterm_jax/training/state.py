@@ -29,13 +29,16 @@ def state_shardings(
 ) -> TrainState:
     """A NamedSharding for every leaf of the state: moments lie where their parameter lies, the rest is replicated."""
     replicated = NamedSharding(mesh, PartitionSpec())
-    opt_shardings = optax.tree_map_params(
-        optimizer,
-        lambda _, sharding: sharding,
-        jax.eval_shape(optimizer.init, abstract_params),
-        param_shardings,
-        transform_non_params=lambda _: replicated,
-    )
+    of_param = {_keys(path): s for path, s in jax.tree_util.tree_leaves_with_path(param_shardings)}
+    depth = max(map(len, of_param))
+
+    def sharding(path: jax.tree_util.KeyPath, leaf: Any) -> NamedSharding:
+        # A moment's path ends with the path of its parameter, whatever the optimizer wraps around it.
+        keys = _keys(path)[-depth:]
+        found = next((of_param[keys[i:]] for i in range(len(keys)) if keys[i:] in of_param), None)
+        return found if found is not None and leaf.ndim >= len(found.spec) else replicated
+
+    opt_shardings = jax.tree_util.tree_map_with_path(sharding, jax.eval_shape(optimizer.init, abstract_params))
     return TrainState(params=param_shardings, opt_state=opt_shardings, step=replicated)
 
 
@@ -84,6 +87,10 @@ def state_from_params(
         )
         params = copy(placed)
     return _with_new_optimizer(params, optimizer, mesh, shardings)
+
+
+def _keys(path: jax.tree_util.KeyPath) -> tuple[str, ...]:
+    return tuple(str(getattr(entry, "key", entry)) for entry in path)
 
 
 def _with_new_optimizer(

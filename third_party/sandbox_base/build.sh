@@ -17,17 +17,15 @@ need debootstrap debootstrap
 need docker docker.io
 docker version >/dev/null 2>&1 || { echo "error: no Docker daemon answers; start one: systemctl start docker, or dockerd" >&2; exit 1; }
 
-mirror=${DEBIAN_MIRROR:-$(apt-get indextargets --format '$(SITE)' "Created-By: Packages" "Suite: *stable" 2>/dev/null | head -n 1)}
-mirror=${mirror:-http://deb.debian.org/debian}
+# The mirror of this machine's apt where it is of that release, else debootstrap's own default.
+mirror=${DEBIAN_MIRROR:-$(apt-get indextargets --format '$(SITE)' "Codename: $SUITE" 2>/dev/null | head -n 1 || true)}
 
 root=$(mktemp -d)
 trap 'rm -rf "$root"' EXIT
-debootstrap --variant=minbase --include="$INCLUDE" "$SUITE" "$root/image" "$mirror"
+debootstrap --variant=minbase --include="$INCLUDE" "$SUITE" "$root/image" ${mirror:+"$mirror"}
 
 image=$root/image
-# Package lists and the mirror's address are of no use without a network, and differ between machines.
 rm -rf "$image"/var/cache/apt/archives/*.deb "$image"/var/lib/apt/lists/* "$image"/var/log/*.log
-echo "deb http://deb.debian.org/debian $SUITE main" > "$image/etc/apt/sources.list"
 echo "agent:x:1000:1000:agent:/home/agent:/bin/bash" >> "$image/etc/passwd"
 echo "agent:x:1000:" >> "$image/etc/group"
 mkdir -p "$image"/app "$image"/home/agent "$image"/logs/{agent,verifier,artifacts}

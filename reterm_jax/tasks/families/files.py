@@ -23,7 +23,7 @@ def _build_copy(names: Names, obstacle: str) -> Blueprint:
     file, other, place = f"{names['file']}.txt", f"{names['other']}.txt", names["dir"]
     source = f"{names['file']}.{names['ext']}" if obstacle == "renamed" else file
     copy = f"cp {source} {place}/"
-    fix, clue, look, setup = Action("copy it", copy), "", None, ()
+    fix, clue, look, setup = Action("copy the file", copy), "", None, ()
     if obstacle == "missing_dir":
         fix = Action("make the directory first", f"mkdir -p {place} && {copy}")
         clue = f"'{place}/': Not a directory"
@@ -70,7 +70,7 @@ def _build_remove(names: Names, obstacle: str) -> Blueprint:
     target, other, place, inner = names["target"], names["other"], names["dir"], names["inner"]
     path, kept = f"{place}/{target}", f"{place}/{other}"
     files = {kept: "keep\n", path: "old\n"}
-    fix, clue, look, setup = Action("delete it", f"rm {path}"), "", None, ()
+    fix, clue, look, setup = Action("delete the file", f"rm {path}"), "", None, ()
     if obstacle == "directory":
         files = {kept: "keep\n", f"{path}/{inner}": "old\n"}
         fix = Action("delete the directory", f"rm -r {path}")

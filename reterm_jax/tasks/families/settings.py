@@ -72,7 +72,7 @@ def _build_column(names: Names, obstacle: str) -> Blueprint:
     cells = [names[f"cell{number}"] for number in range(6)]
     rows = [cells[:3], cells[3:]]
     path, separator, files, directories = table, ",", {}, ()
-    prefix, thought, clue, probe, look, evidence = "", "cut the column", "", None, None, ""
+    clear, thought, clue, probe, look, evidence = (), "cut the column", "", None, None, ""
     show = Action("check the result", f"cat {out}")
     if obstacle == "separator":
         separator, thought = names["separator"], "use the other separator"
@@ -84,7 +84,7 @@ def _build_column(names: Names, obstacle: str) -> Blueprint:
         look = Action("look for the table", "ls")
     elif obstacle == "directory":
         directories = (out,)
-        prefix, thought, clue = f"rmdir {out}; ", "remove the directory first", f"{out}: Is a directory"
+        clear, clue = (Action("remove the directory first", f"rmdir {out}"),), f"{out}: Is a directory"
     files[path] = "".join(f"{separator.join(row)}\n" for row in rows)
     return Blueprint(
         instruction=phrase(
@@ -94,7 +94,10 @@ def _build_column(names: Names, obstacle: str) -> Blueprint:
         directories=directories,
         check=(f"printf '%s\\n' {rows[0][column - 1]} {rows[1][column - 1]} | cmp -s - {out}",),
         attempt=(Action("cut the column", f'cut -d "," -f {column} {table} > {out}'), show),
-        fix=(Action(thought, f'{prefix}cut -d "{separator}" -f {column} {path} > {out}'),),
+        fix=(
+            *clear,
+            Action(thought, f'cut -d "{separator}" -f {column} {path} > {out}'),
+        ),
         clue=clue,
         probe=probe,
         look=look,

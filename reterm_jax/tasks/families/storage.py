@@ -27,11 +27,10 @@ def _draw_unpack(rng: random.Random) -> dict[str, str]:
 
 
 def _build_unpack(names: Names, obstacle: str) -> Blueprint:
-    file, place, inner = names["file"], names["dir"], f"{names['inner']}.txt"
-    archive = f"{file}.tgz"
+    place, inner, archive = names["dir"], f"{names['inner']}.txt", f"{names['file']}.tgz"
     plain = _tar(inner, f"{names['text']}\n")
     unpack = f"tar -xzf {archive} -C {place}"
-    fix, clue, setup = Action("unpack it", unpack), "", ()
+    fix, clue, setup = Action("unpack the archive", unpack), "", ()
     if obstacle == "missing_dir":
         fix = Action("make the directory first", f"mkdir -p {place} && {unpack}")
         clue = f"{place}: Cannot open: No such file"
@@ -53,7 +52,7 @@ def _build_unpack(names: Names, obstacle: str) -> Blueprint:
         clue=clue,
         slips=(
             Action("unpack the archive", f"tar -xzf {archive}"),
-            Action("unpack the archive", f"tar -xzf {file} -C {place}"),
+            Action("copy the archive", f"cp {archive} {place}/"),
             Action("list the archive", f"tar -tf {archive}"),
         ),
         confirm=Action("check the result", f"ls {place}"),
@@ -77,7 +76,7 @@ def _build_restore(names: Names, obstacle: str) -> Blueprint:
     file, good, last = f"{names['file']}.txt", f"{names['good']}\n", int(names["last"])
     backup = f"{file}.bak"
     files = {file: "broken\n", f"{names['other']}.txt": "nothing\n", backup: good}
-    fix, clue, look, evidence, setup = Action("restore it", f"cp {backup} {file}"), "", None, "", ()
+    fix, clue, look, evidence, setup = Action("copy the backup", f"cp {backup} {file}"), "", None, "", ()
     if obstacle == "suffix":
         evidence = f"{file}.{names['suffix']}"
         fix = Action("use the real name", f"cp {evidence} {file}")

@@ -20,7 +20,7 @@ def _build_replace(names: Names, obstacle: str) -> Blueprint:
     text = f"{names['first']}\n{old}\n"
     path: str = file
     files: dict[str, bytes | str] = {file: text}
-    fix, clue, look, evidence = (Action("replace in place", f"{edit} {file}"),), "", None, ""
+    fix, clue, look, evidence = (Action("replace the word", f"{edit} {file}"),), "", None, ""
     if obstacle == "elsewhere":
         path = f"{place}/{file}"
         files = {path: text}
@@ -29,7 +29,7 @@ def _build_replace(names: Names, obstacle: str) -> Blueprint:
     elif obstacle == "compressed":
         files = {f"{file}.gz": gzip.compress(text.encode(), mtime=0)}
         unpack = f"gunzip -f {file}.gz"
-        fix = (Action("unpack it first", unpack), Action("replace in place", f"{edit} {file}"))
+        fix = (Action("unpack it first", unpack), Action("replace the word", f"{edit} {file}"))
         clue, evidence = f"can't read {file}", f"{file}.gz"
     elif obstacle == "directory":
         path = f"{file}/{place}"
@@ -75,9 +75,9 @@ def _build_write(names: Names, obstacle: str) -> Blueprint:
         files = {other: "nothing\n"}
         allow, evidence = place, f"{names['other']}.txt"
         setup = (f"chmod a-w {place}",)
-    fix = (Action("write it", write),)
+    fix = (Action("write the word", write),)
     if allow:
-        fix = (Action("allow writing first", f"chmod u+w {allow}"), Action("write it", write))
+        fix = (Action("allow writing first", f"chmod u+w {allow}"), Action("write the word", write))
         clue = f"{path}: Permission denied"
         look = Action("look for the file", f"ls {place}")
     return Blueprint(

@@ -1,4 +1,4 @@
-"""A made-up run for the report's tests; `python tests/evaluation/demo.py DIR` writes it and its page, to look at."""
+"""A made-up run for the tests of the report; run with a directory as its argument, it writes the run and its page."""
 
 import json
 import math
@@ -184,9 +184,10 @@ def metrics() -> str:
                 "rollout/root_reward": float(np.clip(0.4 + 0.35 * gain + 0.08 * rng.normal(), 0, 1)),
                 "recovery/reward": float(np.clip(0.35 + 0.4 * gain + 0.1 * rng.normal(), 0, 1)),
                 "train/entropy": 0.3 - 0.12 * gain + 0.01 * rng.normal(),
-                "train/logprob_difference": 0.0004 + 0.0001 * abs(rng.normal()),
+                "train/logprob_diff_mean": 0.0004 + 0.0001 * abs(rng.normal()),
                 "rollout/tokens_per_attempt": 210 + 30 * gain + 9 * rng.normal(),
                 "train/grad_norm": 0.6 + 0.2 * abs(rng.normal()),
+                "rollout/seconds": 11 + rng.normal(),
             }
         )
     return "".join(json.dumps(row) + "\n" for row in rows)

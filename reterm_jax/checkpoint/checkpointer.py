@@ -1,0 +1,187 @@
+"""Checkpoints of a training phase: Orbax directories, one per step, written atomically.
+
+A step's directory holds the items `params` and `opt_state` (so that evaluation and export read the first alone) and
+`metadata` (JSON: what the loop needs beside arrays). It gets its final name only when everything is on disk. A process
+killed while saving leaves the previous step as the latest one; the leftover is removed when the directory is opened.
+"""
+
+import errno
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import jax
+import orbax.checkpoint as ocp
+
+from reterm_jax.policy.spec import param_name
+from reterm_jax.training.state import TrainState
+
+_FINGERPRINT = "fingerprint"
+# What tensorstore says when the operating system reports ENOSPC or EDQUOT.
+_NO_SPACE = ("No space left", "RESOURCE_EXHAUSTED", "Disk quota exceeded")
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that cannot be written or does not fit. The message names the directory and the remedy."""
+
+
+class Checkpointer:
+    """Saves and restores `TrainState`s under one directory.
+
+    Args:
+        directory: created if missing.
+        keep: how many of the latest steps stay on disk.
+        fingerprint: of the configuration. It is saved with every step, and a checkpoint with another one is refused.
+    """
+
+    def __init__(self, directory: Path | str, *, keep: int = 2, fingerprint: str | None = None) -> None:
+        self.directory = Path(directory).absolute()
+        self._fingerprint = fingerprint
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self._manager = ocp.CheckpointManager(
+            self.directory,
+            # Synchronous: the next update donates the buffers that are being written.
+            options=ocp.CheckpointManagerOptions(
+                max_to_keep=keep, cleanup_tmp_directories=True, enable_async_checkpointing=False
+            ),
+            item_handlers={
+                "params": ocp.StandardCheckpointHandler(),
+                "opt_state": ocp.StandardCheckpointHandler(),
+                "metadata": ocp.JsonCheckpointHandler(),
+            },
+        )
+
+    @property
+    def latest_step(self) -> int | None:
+        """The latest finished step, or None. Unfinished directories do not count."""
+        return self._manager.latest_step()
+
+    def save(self, step: int, state: TrainState, metadata: Mapping[str, Any] | None = None) -> None:
+        """Writes `state` and `metadata` (JSON values) as `step`; returns when they are on disk.
+
+        Raises:
+            CheckpointError: if the disk is full. Earlier steps are left as they are.
+        """
+        record = {_FINGERPRINT: self._fingerprint, "step": int(state.step), **(metadata or {})}
+        try:
+            self._manager.save(
+                step,
+                args=ocp.args.Composite(
+                    params=ocp.args.StandardSave(state.params),
+                    opt_state=ocp.args.StandardSave(_named(state.opt_state)),
+                    metadata=ocp.args.JsonSave(record),
+                ),
+            )
+            self._manager.wait_until_finished()
+        except Exception as error:
+            if not _is_no_space(error):
+                raise
+            free = shutil.disk_usage(self.directory).free / 2**20
+            raise CheckpointError(
+                f"no space left to save step {step} in {self.directory} ({free:.0f} MiB free); free some space and start "
+                f"again: the run continues from step {self.latest_step}"
+            ) from error
+
+    def restore(self, abstract: TrainState, step: int | None = None) -> tuple[TrainState, dict[str, Any]]:
+        """The state of `step` (the latest if None), placed as `abstract` says, and its metadata.
+
+        Args:
+            abstract: shapes, dtypes and shardings, from `training.state.abstract_state`.
+
+        Raises:
+            CheckpointError: if there is no such step, or it belongs to another configuration, model or optimizer.
+        """
+        step = self._existing(step)
+        metadata = self.metadata(step)
+        self._check_tree(step, "params", abstract.params, "model")
+        abstract_opt = _named(abstract.opt_state)
+        self._check_tree(step, "opt_state", abstract_opt, "optimizer")
+        restored = self._manager.restore(
+            step,
+            args=ocp.args.Composite(
+                params=ocp.args.StandardRestore(abstract.params), opt_state=ocp.args.StandardRestore(abstract_opt)
+            ),
+        )
+        leaves = [leaf for _, leaf in sorted(restored["opt_state"].items())]
+        opt_state = jax.tree.unflatten(jax.tree.structure(abstract.opt_state), leaves)
+        counter = jax.device_put(jax.numpy.asarray(metadata["step"], jax.numpy.int32), abstract.step.sharding)
+        return TrainState(params=restored["params"], opt_state=opt_state, step=counter), metadata
+
+    def restore_params(self, abstract_params: Any, step: int | None = None) -> Any:
+        """The parameters alone, for evaluation and export. `abstract_params` may carry shardings."""
+        step = self._existing(step)
+        self.metadata(step)
+        self._check_tree(step, "params", abstract_params, "model")
+        args = ocp.args.Composite(params=ocp.args.StandardRestore(abstract_params))
+        return self._manager.restore(step, args=args)["params"]
+
+    def metadata(self, step: int | None = None) -> dict[str, Any]:
+        """What was saved beside the arrays: `fingerprint`, `step`, and what the loop gave to `save`."""
+        step = self._existing(step)
+        record = self._manager.restore(step, args=ocp.args.Composite(metadata=ocp.args.JsonRestore()))["metadata"]
+        saved = record.get(_FINGERPRINT)
+        if self._fingerprint is not None and saved != self._fingerprint:
+            raise CheckpointError(
+                f"{self.directory / str(step)} was written with another configuration (fingerprint {saved}, this run's is "
+                f"{self._fingerprint}); choose another --workdir, or start with the configuration that it was made with"
+            )
+        return record
+
+    def close(self) -> None:
+        self._manager.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _existing(self, step: int | None) -> int:
+        steps = sorted(self._manager.all_steps())
+        if not steps:
+            raise CheckpointError(f"{self.directory} holds no finished checkpoint; train first, or correct the path")
+        if step is not None and step not in steps:
+            raise CheckpointError(f"{self.directory} has no checkpoint of step {step}; it has {steps}")
+        return steps[-1] if step is None else step
+
+    def _check_tree(self, step: int, item: str, expected: Any, what: str) -> None:
+        """Compares names and shapes before reading anything, so that the message can name the first difference."""
+        saved = _shapes(dict(self._manager.item_metadata(step)[item]))
+        wanted = _shapes(expected)
+        place = f"{self.directory / str(step)} is a checkpoint of another {what}"
+        for name in [*wanted, *(name for name in saved if name not in wanted)]:
+            if saved.get(name) != wanted.get(name):
+                raise CheckpointError(
+                    f"{place}: {item} {name} is {_describe(saved.get(name))} there and {_describe(wanted.get(name))} in "
+                    f"this configuration; choose another --workdir, or the configuration that it was made with"
+                )
+
+
+def _named(tree: Any) -> dict[str, Any]:
+    """A flat dict in leaf order. Optimizer states are nested tuples, which Orbax does not keep apart from lists."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {f"{index:04d}:{_path_name(path)}": leaf for index, (path, leaf) in enumerate(leaves)}
+
+
+def _path_name(path: jax.tree_util.KeyPath) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=":")
+
+
+def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: hasattr(x, "shape"))
+    return {param_name(path): tuple(leaf.shape) for path, leaf in leaves}
+
+
+def _describe(shape: tuple[int, ...] | None) -> str:
+    return "missing" if shape is None else f"of shape {list(shape)}"
+
+
+def _is_no_space(error: BaseException | None) -> bool:
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return True
+        if any(text in str(error) for text in _NO_SPACE):
+            return True
+        error = error.__cause__ or error.__context__
+    return False

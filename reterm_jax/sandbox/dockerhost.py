@@ -1,0 +1,316 @@
+"""Sandboxes that are Docker containers.
+
+A container runs as its image says (usually root), but without a single capability, without new privileges, without a
+network unless the task asks for one, and with limits on memory, processor time and the number of processes. A snapshot
+is a commit of the container, a fork a new container from it: mounts and processes are not part of it. Processes outlive
+the command that started them, except after a time limit: then everything that command started is killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import io
+import secrets
+import tarfile
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from reterm_jax.sandbox import archive, dockerexec, dockerimage, shell
+from reterm_jax.sandbox.base import (
+    STANDARD_DIRS,
+    ExecResult,
+    SandboxError,
+    Snapshot,
+)
+from reterm_jax.sandbox.dockerimage import Image, connect
+from reterm_jax.sandbox.process import disk_errors
+from reterm_jax.sandbox.reaper import HostDir, claim, docker_labels, reap_docker, remove_docker
+
+if TYPE_CHECKING:
+    from reterm_jax.tasks.task import Task
+
+T = TypeVar("T")
+
+# Process 1 of each container; unlike `sleep` alone, bash collects processes whose parents are gone. The odd number of
+# seconds tells its own child from an agent's.
+_IDLE_SECONDS = "86397"
+_IDLE = ["bash", "-c", f"while :; do sleep {_IDLE_SECONDS} & wait $!; done"]
+
+
+class DockerSandbox:
+    """One container; made by DockerHost."""
+
+    def __init__(self, host: DockerHost, container: Any, image: Image) -> None:
+        self.workdir = image.workdir
+        self.id: str = container.name
+        self._host = host
+        self._container = container
+        self._image = image
+        self._lock = asyncio.Lock()
+        self._closed = False
+
+    async def exec(
+        self,
+        command: str,
+        *,
+        timeout: float,
+        user: str | None = None,
+        env: Mapping[str, str] | None = None,
+        fresh: bool = False,
+    ) -> ExecResult:
+        extra = shell.check_env(env or {})
+        line = shell.shell_line(dockerexec.COMMAND_FD, workdir=self.workdir, fresh=fresh, env_names=extra)
+        call = dockerexec.Call(command, line, timeout, self._image.limits.processes, user or "", extra)
+        started = time.monotonic()
+        async with self._use():
+            exit_code, output = await self._host.call(lambda: dockerexec.run(self._host.client.api, self.id, call))
+        duration = time.monotonic() - started
+        timed_out = shell.hit_time_limit(exit_code, duration, timeout)
+        return ExecResult(output.text(), exit_code, duration, timed_out, output.elided)
+
+    async def upload(self, source: Path, target: str) -> None:
+        directory, name = archive.split_target(source, target)
+
+        def put() -> None:
+            with tempfile.TemporaryFile() as file:
+                with disk_errors(Path(tempfile.gettempdir())):
+                    archive.pack([(source, name)], file)
+                for attempt in (1, 2):
+                    file.seek(0)
+                    try:
+                        self._container.put_archive(directory, file)
+                        return
+                    except self._host.errors.NotFound:
+                        if attempt == 2:
+                            raise
+                        self._container.exec_run(["mkdir", "-p", "--", directory])
+
+        async with self._use():
+            await self._host.call(put, f"upload of {source} to {target} in container {self.id}")
+
+    async def download(self, source: str, target: Path) -> None:
+        path = source.rstrip("/")
+        if not path.startswith("/"):
+            raise ValueError(f"download source {source!r} must be an absolute path inside the sandbox, not / itself")
+
+        def get() -> None:
+            try:
+                stream, _ = self._container.get_archive(path)
+            except self._host.errors.NotFound:
+                raise FileNotFoundError(f"{source} does not exist in the sandbox") from None
+            with tempfile.TemporaryFile() as file:
+                size = 0
+                for chunk in stream:
+                    size += len(chunk)
+                    if size > 2 * archive.MAX_DOWNLOAD:
+                        raise SandboxError(f"download of {source} is over {archive.MAX_DOWNLOAD} bytes")
+                    file.write(chunk)
+                file.seek(0)
+                with disk_errors(target):
+                    archive.unpack(file, path.rsplit("/", 1)[1], target)
+
+        async with self._use():
+            await self._host.call(get, f"download of {source} from container {self.id}")
+
+    async def snapshot(self) -> Snapshot:
+        async with self._use():
+            return await self._host.save(self._container, self._image)
+
+    async def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            await self._host.closed(self, self._container)
+
+    @contextlib.asynccontextmanager
+    async def _use(self):
+        async with self._lock:
+            if self._closed:
+                raise SandboxError(f"sandbox {self.id} is closed")
+            yield
+
+
+class DockerHost:
+    """Makes containers. See SandboxHost for the calls."""
+
+    def __init__(self, run_dir: Path, *, max_concurrent: int, run_id: str) -> None:
+        """Raises SandboxUnavailable if the `docker` package is missing or no daemon answers."""
+        self.client, self.errors = connect(max_concurrent)
+        self.directory: HostDir = claim(run_dir)
+        reap_docker(self.client, run_dir)
+        self._labels = docker_labels(run_dir, run_id, self.directory.id)
+        self._threads = ThreadPoolExecutor(2 * max_concurrent + 4, thread_name_prefix="docker")
+        self._slots = asyncio.Semaphore(max_concurrent)
+        self._live: set[DockerSandbox] = set()
+        self._images: dict[str, Image] = {}
+        self._building: dict[str, asyncio.Lock] = {}
+        self._snapshots: dict[str, Image] = {}
+        self._unwanted: set[str] = set()  # released snapshots that a container still runs from
+        atexit.register(self._remove_all)
+
+    async def start(self, task: Task) -> DockerSandbox:
+        key = task.content_hash
+        async with self._building.setdefault(key, asyncio.Lock()):
+            if key not in self._images:
+                tag = f"reterm-environment:{key[:40]}-{self.directory.id}"
+                self._images[key] = await self.call(
+                    lambda: dockerimage.prepare(self.client, task, tag, self._labels), f"task {task.id}: environment"
+                )
+        return await self._make(self._images[key], task)
+
+    async def fork(self, snapshot: Snapshot, task: Task) -> DockerSandbox:
+        if snapshot.id not in self._snapshots:
+            raise SandboxError(f"task {task.id}: snapshot {snapshot.id} of {snapshot.owner} is not held by this host")
+        return await self._make(self._snapshots[snapshot.id], task)
+
+    async def release(self, snapshot: Snapshot) -> None:
+        image = self._snapshots.pop(snapshot.id, None)
+        if image is not None:
+            self._unwanted.add(image.name)
+            await self.call(self._remove_unwanted)
+
+    async def close(self) -> None:
+        for sandbox in list(self._live):
+            await sandbox.close()
+        await self.call(self._remove_all)
+        atexit.unregister(self._remove_all)
+        self._threads.shutdown(wait=False)
+
+    async def call(self, function: Callable[[], T], what: str = "Docker") -> T:
+        """Runs a blocking function in a thread; the daemon's errors become SandboxErrors that begin with `what`."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, function)
+        except (self.errors.DockerException, OSError) as error:
+            if isinstance(error, FileNotFoundError):
+                raise
+            raise SandboxError(f"{what}: {error}") from error
+
+    async def save(self, container: Any, image: Image) -> Snapshot:
+        """Commits a container; called by the sandbox, which holds its lock."""
+        name = f"snap-{secrets.token_hex(6)}"
+
+        def commit() -> tuple[str, ...]:
+            alive = _live_processes(container)
+            container.commit(repository="reterm-snapshot", tag=name)
+            return alive
+
+        alive = await self.call(commit, f"snapshot of container {container.name}")
+        self._snapshots[name] = Image(f"reterm-snapshot:{name}", image.workdir, image.env, image.limits, image.network)
+        return Snapshot(name, "docker", self.directory.id, alive)
+
+    async def closed(self, sandbox: DockerSandbox, container: Any) -> None:
+        """Removes an ended sandbox's container and frees its slot."""
+
+        def remove() -> None:
+            with contextlib.suppress(self.errors.NotFound):
+                container.remove(force=True, v=True)
+            self._remove_unwanted()
+
+        try:
+            await self.call(remove, f"removal of container {container.name}")
+        finally:
+            if sandbox in self._live:
+                self._live.discard(sandbox)
+                self._slots.release()
+
+    async def _make(self, image: Image, task: Task) -> DockerSandbox:
+        await self._slots.acquire()
+        name = f"reterm-{secrets.token_hex(6)}"
+        starting = asyncio.ensure_future(self.call(lambda: self._start(image, name), f"task {task.id}: start"))
+        try:
+            container = await asyncio.shield(starting)
+        except BaseException:
+            self._slots.release()
+            # Cancelled while the daemon was at work: the container may come into being after this.
+            starting.add_done_callback(
+                lambda done: done.cancelled() or done.exception() or self._discard(done.result())
+            )
+            raise
+        sandbox = DockerSandbox(self, container, image)
+        self._live.add(sandbox)
+        return sandbox
+
+    def _discard(self, starting: asyncio.Future[Any]) -> None:
+        if not starting.cancelled() and starting.exception() is None:
+            self._threads.submit(starting.result().remove, force=True, v=True)
+
+    def _start(self, image: Image, name: str) -> Any:
+        limits = image.limits
+        container = self.client.containers.create(
+            image.name,
+            entrypoint=_IDLE,
+            name=name,
+            hostname="sandbox",
+            labels=self._labels,
+            environment=dict(image.env),
+            working_dir=image.workdir,
+            network_mode=image.network,
+            cap_drop=["ALL"],
+            security_opt=["no-new-privileges:true"],
+            pids_limit=limits.processes,
+            mem_limit=f"{limits.memory_mb}m",
+            memswap_limit=f"{limits.memory_mb}m",
+            nano_cpus=int(limits.cpus * 1e9),
+            ulimits=[
+                {"Name": "core", "Soft": 0, "Hard": 0},
+                {"Name": "fsize", "Soft": limits.file_mb << 20, "Hard": limits.file_mb << 20},
+            ],
+        )
+        try:
+            container.put_archive("/", _skeleton())
+            container.start()
+        except BaseException:
+            container.remove(force=True, v=True)
+            raise
+        return container
+
+    def _remove_unwanted(self) -> None:
+        for name in list(self._unwanted):
+            try:
+                self.client.images.remove(name, force=True)
+            except self.errors.ImageNotFound:
+                pass
+            except self.errors.APIError as error:
+                if error.status_code == 409:  # a fork still runs from it
+                    continue
+                raise
+            self._unwanted.discard(name)
+
+    def _remove_all(self) -> None:
+        if self.directory.path.exists():
+            remove_docker(self.client, {"reterm.owner": self.directory.id})
+            self.directory.remove()
+
+
+def _skeleton() -> io.BytesIO:
+    """A tar stream of what every container gets: the standard directories and the shell's script."""
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w") as tar:
+        for path, mode in [*((path, 0o755) for path in STANDARD_DIRS), (shell.STATE_DIR, 0o1777)]:
+            info = tarfile.TarInfo(path.lstrip("/"))
+            info.type, info.mode, info.mtime = tarfile.DIRTYPE, mode, int(time.time())
+            tar.addfile(info)
+        data = shell.SCRIPT_TEXT.encode()
+        info = tarfile.TarInfo(shell.SCRIPT.lstrip("/"))
+        info.size, info.mode, info.mtime = len(data), 0o644, int(time.time())
+        tar.addfile(info, io.BytesIO(data))
+    stream.seek(0)
+    return stream
+
+
+def _live_processes(container: Any) -> tuple[str, ...]:
+    """Command lines of what runs in a container besides its idle loop."""
+    table = container.top(ps_args="-eo pid,ppid,args")
+    processes = [(int(row[0]), int(row[1]), " ".join(row[2:])) for row in table["Processes"]]
+    pids = {pid for pid, _, _ in processes}
+    own = {pid for pid, parent, _ in processes if parent not in pids}
+    return tuple(
+        args
+        for pid, parent, args in processes
+        if pid not in own and "<defunct>" not in args and not (parent in own and args == f"sleep {_IDLE_SECONDS}")
+    )

@@ -1,0 +1,94 @@
+"""The Docker side of a task's environment: the daemon, and the image that containers start from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from reterm_jax.sandbox import shell
+from reterm_jax.sandbox.base import BASE_IMAGE, DEFAULT_WORKDIR, SandboxError, SandboxUnavailable
+from reterm_jax.sandbox.environment import check_no_compose, limits_of
+
+if TYPE_CHECKING:
+    from reterm_jax.tasks.task import Task
+
+BASE_HINT = "bash third_party/sandbox_base/build.sh"
+_DAEMON_HINT = "as root run: apt-get install -y docker.io && (systemctl start docker || dockerd &)"
+_API_TIMEOUT = 120  # seconds for one answer of the daemon
+
+
+@dataclass(frozen=True)
+class Image:
+    """What a container starts from, and what it is given besides."""
+
+    name: str
+    workdir: str
+    env: Mapping[str, str]
+    limits: shell.Limits
+    network: str
+
+
+def connect(max_concurrent: int = 1) -> tuple[Any, Any]:
+    """A Docker client and the module of its errors. Raises SandboxUnavailable with the command that helps."""
+    try:
+        import docker
+        from docker import errors
+    except ImportError as error:
+        raise SandboxUnavailable("the Python package `docker` is not installed; run: pip install docker") from error
+    try:
+        client = docker.from_env(timeout=_API_TIMEOUT, max_pool_size=2 * max_concurrent + 4)
+        client.ping()
+    except errors.DockerException as error:
+        raise SandboxUnavailable(f"no Docker daemon answers ({error}); {_DAEMON_HINT}") from error
+    return client, errors
+
+
+def prepare(client: Any, task: Task, tag: str, labels: Mapping[str, str]) -> Image:
+    """Finds the image that a task names, or builds that of its Dockerfile as `tag`. Blocking.
+
+    Raises SandboxError naming the task and what is at fault.
+    """
+    config = task.config.environment
+    if config.network_mode == "allowlist":
+        raise SandboxError(f"task {task.id}: environment.network_mode = 'allowlist' is not supported: use 'public'")
+    check_no_compose(task)
+    context = Path(task.path) / "environment"
+    if config.docker_image or not (context / "Dockerfile").exists():
+        image = _find(client, config.docker_image or BASE_IMAGE, task)
+    else:
+        image = _build(client, context, task, tag, labels)
+    workdir = config.workdir or image.attrs["Config"].get("WorkingDir") or DEFAULT_WORKDIR
+    network = "bridge" if config.network_mode == "public" else "none"
+    return Image(image.id, workdir, shell.check_env(config.env or {}), limits_of(task), network)
+
+
+def _find(client: Any, name: str, task: Task) -> Any:
+    from docker import errors
+
+    try:
+        return client.images.get(name)
+    except errors.ImageNotFound:
+        if name.split(":")[0] == BASE_IMAGE:
+            raise SandboxError(f"task {task.id}: the image {name} is not made yet; as root run: {BASE_HINT}") from None
+    try:
+        return client.images.pull(name)
+    except errors.DockerException as error:
+        raise SandboxError(f"task {task.id}: environment.docker_image = {name!r} cannot be pulled: {error}") from error
+
+
+def _build(client: Any, context: Path, task: Task, tag: str, labels: Mapping[str, str]) -> Any:
+    from docker import errors
+
+    timeout = int(getattr(task.config.environment, "build_timeout_sec", None) or 600)
+    try:
+        image, _ = client.images.build(
+            path=str(context), tag=tag, labels=dict(labels), rm=True, forcerm=True, timeout=timeout
+        )
+    except errors.BuildError as error:
+        log = "".join(str(entry.get("stream", "")) for entry in error.build_log)[-1500:]
+        hint = f"\nThe base image is made by: {BASE_HINT}" if BASE_IMAGE in str(error) else ""
+        message = f"task {task.id}: {context / 'Dockerfile'}: build failed: {error}\n{log}{hint}"
+        raise SandboxError(message) from error
+    return image

@@ -1,0 +1,218 @@
+"""The main job, stage by stage: tasks → base → demonstrations → SFT → ReTerm-GRPO → evaluation → report.
+
+Each stage leaves its result in the workdir and is skipped when it is there; a stage that was cut short continues from
+its last checkpoint. The function `run` below reads like the method.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+import signal
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from ml_collections import ConfigDict
+
+from reterm_jax.agent.episode import AgentLimits
+from reterm_jax.checkpoint.checkpointer import Checkpointer
+from reterm_jax.policy.spec import abstract_params, param_specs
+from reterm_jax.rollout.groups import Roller
+from reterm_jax.rollout.samplers.jax import JaxSampler
+from reterm_jax.sandbox import SandboxHost, make_host
+from reterm_jax.tasks import families
+from reterm_jax.tasks.task import Task, load_tasks
+from reterm_jax.training import demonstrations, report_stage, rl_loop, sft_loop
+from reterm_jax.training.metrics import MetricsWriter
+from reterm_jax.training.model import Model, load_model, write_tiny_model
+from reterm_jax.training.optimizer import OptimizerConfig, make_optimizer
+from reterm_jax.training.state import abstract_state, state_from_params
+from reterm_jax.training.steps import StepConfig, make_rl_step, make_sft_step
+from reterm_jax.training.workdir import Workdir, open_workdir
+
+
+def run(config: ConfigDict, workdir: str) -> None:
+    """Runs every stage that the workdir does not hold yet, and prints the final table.
+
+    Raises errors that name file, field or task: see the callees.
+    """
+    # A polite kill unwinds like an interrupt, so that sandboxes are removed; the run resumes from its last checkpoint.
+    signal.signal(signal.SIGTERM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
+    logging.getLogger("absl").setLevel(logging.WARNING)  # Orbax narrates every save
+    with open_workdir(workdir, config.to_dict()) as work:
+        print(f"workdir {work.root}  seed {config.seed}  devices {jax.device_count()} × {jax.devices()[0].device_kind}")
+        host = make_host(
+            config.sandbox.kind,
+            work.root / "sandboxes",
+            max_concurrent=config.sandbox.concurrent,
+            run_id=hashlib.sha256(str(work.root).encode()).hexdigest()[:12],
+        )
+        try:
+            asyncio.run(_Stages(config, work, host).run())
+        finally:
+            asyncio.run(host.close())
+
+
+class _Stages:
+    """The stages of one run, with what they share."""
+
+    def __init__(self, config: ConfigDict, work: Workdir, host: SandboxHost):
+        self.config, self.work, self.host = config, work, host
+        self.train_tasks, self.test_tasks = self._tasks()
+        self.model = self._model()
+        limits = {k: v for k, v in config.agent.items() if k != "retry_message"}
+        self.limits = AgentLimits(**limits)
+        self.abstract = jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+            abstract_params(self.model.config),
+            self.model.shardings,
+        )
+
+    async def run(self) -> None:
+        config, model = self.config, self.model
+        params = model.initial_params(config.seed, pretrained=bool(config.model.path))
+        if not config.model.path:
+            examples = await demonstrations.warm_up_examples(self)
+            params = self._supervised("base", config.base, examples, params)
+        base_params = params
+
+        sampler = self._sampler(base_params)
+        rows = await demonstrations.collect(self, sampler)
+        params = self._supervised("sft", config.sft, demonstrations.to_examples(rows, model.chat), params)
+        sft_params = params
+
+        params = await self._reinforce(sampler, params)
+
+        policies = {"base": base_params, "SFT": sft_params, self.rl_name: params}
+        await report_stage.evaluate_and_report(self, sampler, policies)
+
+    @property
+    def rl_name(self) -> str:
+        return "ReTerm-GRPO" if self.config.rl.states else "GRPO"
+
+    def roller(self, sampler: JaxSampler, *, concurrent: int | None = None) -> Roller:
+        """What attempts need, around the given sampler."""
+        return Roller(
+            self.host,
+            sampler,
+            self.model.chat,
+            self.limits,
+            concurrent or self.config.sandbox.concurrent,
+            self.config.agent.retry_message,
+        )
+
+    def _sampler(self, params: Any) -> JaxSampler:
+        return JaxSampler(
+            params,
+            self.model.config,
+            stop_id=self.model.stop_id,
+            slots=self.config.sandbox.concurrent,
+            # A recovery has its inherited prefix in context and as large a budget of its own.
+            max_len=2 * self.config.agent.max_tokens,
+        )
+
+    def _tasks(self) -> tuple[Sequence[Task], Sequence[Task]]:
+        tasks = self.config.tasks
+        if tasks.path:
+            return load_tasks(f"{tasks.path}/train"), load_tasks(f"{tasks.path}/test")
+        root = self.work.root / "tasks"
+        return tuple(
+            families.generate(root / split, split=split, per_family=count, seed=self.config.seed)
+            for split, count in (("train", tasks.train_per_family), ("test", tasks.test_per_family))
+        )
+
+    def _model(self) -> Model:
+        model = self.config.model
+        directory = self.work.root / "model"
+        if model.path:
+            directory = model.path
+        else:
+            write_tiny_model(directory, model, demonstrations.corpus(self))
+        return load_model(directory, dtype=model.dtype, mesh_sizes=self.config.mesh)
+
+    def _fingerprint(self) -> str:
+        return hashlib.sha256(json.dumps(self.config.to_dict(), sort_keys=True).encode()).hexdigest()[:16]
+
+    def _optimizer(self, stage: ConfigDict, total_steps: int):
+        config = OptimizerConfig(
+            name=stage.optimizer,
+            learning_rate=stage.learning_rate,
+            schedule=stage.schedule,
+            warmup=stage.warmup,
+            clip_norm=stage.clip_norm,
+            weight_decay=stage.weight_decay,
+        )
+        return make_optimizer(config, param_specs(self.model.config), total_steps)
+
+    def _supervised(self, name: str, stage: ConfigDict, examples: Sequence, params: Any) -> Any:
+        """Trains on examples and returns the new parameters; only reads them where the stage is finished."""
+        model = self.model
+        directory = self.work.root / name
+        with Checkpointer(directory / "checkpoints", fingerprint=self._fingerprint()) as checkpointer:
+            with self.work.phase(name) as pending:
+                if not pending:
+                    return checkpointer.restore_params(self.abstract)
+                loop = sft_loop.SFTConfig(
+                    epochs=stage.epochs,
+                    row_length=stage.row_length,
+                    rows_per_update=stage.batch_rows,
+                    seed=self.config.seed,
+                )
+                data = sft_loop.PackedEpochs(examples, loop)
+                optimizer = self._optimizer(stage, data.total_steps)
+                if checkpointer.latest_step is None:
+                    state = state_from_params(params, optimizer, model.mesh, model.shardings)
+                else:
+                    abstract = abstract_state(abstract_params(model.config), optimizer, model.mesh, model.shardings)
+                    state, _ = checkpointer.restore(abstract)
+                step = make_sft_step(
+                    model.config, StepConfig(micro_rows=stage.micro_rows), optimizer, model.mesh, model.shardings
+                )
+                with MetricsWriter(directory, resume_step=int(state.step)) as metrics:
+                    state = sft_loop.run(
+                        data, state, step, loop, checkpointer=checkpointer, metrics=metrics, phase=name
+                    )
+                return state.params
+
+    async def _reinforce(self, sampler: JaxSampler, params: Any) -> Any:
+        model, rl = self.model, self.config.rl
+        with Checkpointer(self.work.root / "rl" / "checkpoints", fingerprint=self._fingerprint()) as checkpointer:
+            with self.work.phase("rl") as pending:
+                if not pending:
+                    return checkpointer.restore_params(self.abstract)
+                optimizer = self._optimizer(rl, rl.steps * rl.updates)
+                first = checkpointer.latest_step or 0
+                if first:
+                    abstract = abstract_state(abstract_params(model.config), optimizer, model.mesh, model.shardings)
+                    state, _ = checkpointer.restore(abstract)
+                else:
+                    state = state_from_params(params, optimizer, model.mesh, model.shardings)
+                objective_args = {}
+                if rl.objective == "ppo_clip":
+                    objective_args = {"clip_low": rl.clip_low, "clip_high": rl.clip_high}
+                step_config = StepConfig(
+                    micro_rows=rl.micro_rows,
+                    temperature=rl.temperature,
+                    objective=rl.objective,
+                    objective_args=objective_args,
+                )
+                step = make_rl_step(model.config, step_config, optimizer, model.mesh, model.shardings)
+                loop = rl_loop.RLConfig(
+                    seed=self.config.seed, **{f: rl[f] for f in rl_loop.RLConfig.__dataclass_fields__ if f != "seed"}
+                )
+                with MetricsWriter(self.work.root, resume_step=first) as metrics:
+                    state = await rl_loop.run(
+                        loop,
+                        self.train_tasks,
+                        self.roller(sampler),
+                        sampler,
+                        state,
+                        step,
+                        first_step=first,
+                        checkpointer=checkpointer,
+                        metrics=metrics,
+                    )
+                return state.params

@@ -1,0 +1,178 @@
+"""ReTerm-GRPO: roll out root groups and recoveries, score them, update, and hand the new weights to the sampler.
+
+With `states` = 0 this is plain GRPO. A step is a function of (seed, step, parameters): a run that was killed continues
+from its last checkpoint and does the lost steps again, with the same attempts.
+"""
+
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from reterm_jax.checkpoint.checkpointer import Checkpointer
+from reterm_jax.rollout.groups import Group, Roller, roll_step, seed_of
+from reterm_jax.rollout.samplers.jax import JaxSampler
+from reterm_jax.tasks.task import Task
+from reterm_jax.tokens.packing import Example, pack
+from reterm_jax.training.examples import group_examples
+from reterm_jax.training.metrics import MetricsWriter, format_progress, format_seconds
+from reterm_jax.training.state import TrainState
+from reterm_jax.training.steps import TrainStep
+
+
+@dataclass(frozen=True)
+class RLConfig:
+    """
+    Attributes:
+        steps: rollouts, each followed by `updates` optimizer updates over disjoint parts of its attempts.
+        tasks, attempts: root groups a step, and attempts in each (G).
+        states, forks: failure states chosen a step, and recoveries from each (K); states = 0 is plain GRPO.
+        recovery_weight: factor on the loss of recovery tokens.
+        standardise: divide advantages by the group's standard deviation.
+        row_length: tokens of a packed row.
+        save_every: steps between checkpoints; the last step is always saved.
+    """
+
+    steps: int
+    tasks: int
+    attempts: int
+    states: int
+    forks: int
+    recovery_weight: float
+    standardise: bool
+    updates: int
+    row_length: int
+    save_every: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        for field in ("steps", "tasks", "attempts", "updates", "row_length", "save_every"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"rl.{field} must be at least 1, got {getattr(self, field)}")
+        for field in ("states", "forks", "recovery_weight"):
+            if getattr(self, field) < 0:
+                raise ValueError(f"rl.{field} must not be negative, got {getattr(self, field)}")
+        if self.states and not self.forks:
+            raise ValueError("rl.forks is 0 while rl.states is not; set rl.states=0 for plain GRPO")
+
+
+async def run(
+    config: RLConfig,
+    tasks: Sequence[Task],
+    roller: Roller,
+    sampler: JaxSampler,
+    state: TrainState,
+    train_step: TrainStep,
+    *,
+    first_step: int,
+    checkpointer: Checkpointer,
+    metrics: MetricsWriter,
+    metadata: Mapping[str, Any] | None = None,
+    log: Callable[[str], None] = print,
+) -> TrainState:
+    """Trains from `first_step` to `config.steps` and returns the final state, which is also saved.
+
+    Args:
+        sampler: samples with `state.params` from here on; its version is the number of finished steps.
+        state: donated to the first update.
+    """
+    durations: list[float] = []
+    for step in range(first_step, config.steps):
+        start = time.monotonic()
+        sampler.update(state.params, step)
+        sampler.tokens_sampled = 0
+        groups = await roll_step(
+            roller,
+            choose_tasks(tasks, config.tasks, config.seed, step),
+            attempts=config.attempts,
+            states=config.states,
+            forks=config.forks,
+            seed=f"{config.seed}/step{step}",
+        )
+        rolled = time.monotonic()
+        selection = group_examples(groups, recovery_weight=config.recovery_weight, standardise=config.standardise)
+        values = rollout_metrics(groups)
+        state, trained = _train(config, step, selection.examples, state, train_step)
+        values |= trained
+        values |= {
+            "rollout/no_spread_groups": selection.no_spread,
+            "rollout/ungraded_attempts": selection.ungraded,
+            "rollout/sampled_tokens": sampler.tokens_sampled,
+            "rollout/seconds": rolled - start,
+            "train/seconds": time.monotonic() - rolled,
+        }
+        durations = (durations + [time.monotonic() - start])[-10:]
+        values = metrics.write(step + 1, values)
+        log(_progress_line(config, step, values, durations))
+        if (step + 1) % config.save_every == 0 or step + 1 == config.steps:
+            checkpointer.save(step + 1, state, {**(metadata or {}), "rl_step": step + 1})
+    sampler.update(state.params, config.steps)
+    return state
+
+
+def choose_tasks(tasks: Sequence[Task], count: int, seed: int, step: int) -> list[Task]:
+    """The tasks of a step: a seeded shuffle of all tasks, walked through again and again."""
+    chosen = []
+    for place in range(step * count, (step + 1) * count):
+        epoch, index = divmod(place, len(tasks))
+        order = list(range(len(tasks)))
+        random.Random(seed_of(f"{seed}/tasks/{epoch}")).shuffle(order)
+        chosen.append(tasks[order[index]])
+    return chosen
+
+
+def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Means over the graded attempts of one step, and counts by outcome."""
+    values: dict[str, float] = {}
+    for kind, prefix in (("root", "rollout/root_"), ("recovery", "recovery/")):
+        attempts = [attempt for group in groups if group.kind == kind for attempt in group.attempts]
+        graded = [a for a in attempts if a.outcome is not None and a.outcome.graded]
+        if graded:
+            values[f"{prefix}reward"] = float(np.mean([a.outcome.reward for a in graded]))
+            values[f"{prefix}turns"] = float(np.mean([len(a.turns) for a in graded]))
+        values[f"{prefix}attempts"] = len(attempts)
+    attempts = [attempt for group in groups for attempt in group.attempts]
+    for status in sorted({a.outcome.status for a in attempts if a.outcome is not None}):
+        values[f"rollout/status_{status}"] = sum(a.outcome is not None and a.outcome.status == status for a in attempts)
+    values["rollout/tokens_per_attempt"] = float(np.mean([_own_tokens(a) for a in attempts])) if attempts else 0.0
+    return values
+
+
+def _own_tokens(attempt) -> int:
+    _, loss_mask, _, _ = attempt.transcript.arrays()
+    return int(loss_mask[attempt.prefix_len :].sum())
+
+
+def _train(
+    config: RLConfig, step: int, examples: list[Example], state: TrainState, train_step: TrainStep
+) -> tuple[TrainState, dict[str, float]]:
+    """One update on each of `updates` disjoint parts of the examples. Returns means over the updates."""
+    if not examples:
+        # Every group was all solved or all failed: there is nothing to learn from in this step.
+        return state, {"train/skipped": 1.0}
+    order = np.random.default_rng(seed_of(f"{config.seed}/order/{step}")).permutation(len(examples))
+    collected: list[dict[str, float]] = []
+    for part in np.array_split(order, config.updates):
+        if not len(part):
+            continue
+        batch, _ = pack([examples[i] for i in part], length=config.row_length)
+        state, scalars = train_step(state, batch)
+        collected.append({**{k: float(v) for k, v in scalars.items()}, "train/padding_fraction": batch.padding_fraction})
+    return state, {key: float(np.mean([c[key] for c in collected])) for key in collected[0]}
+
+
+def _progress_line(config: RLConfig, step: int, values: Mapping[str, float], durations: Sequence[float]) -> str:
+    shown: dict[str, float | str] = {"reward": values.get("rollout/root_reward", float("nan"))}
+    if "recovery/reward" in values:
+        shown["recovery"] = values["recovery/reward"]
+    shown |= {
+        "entropy": values.get("train/entropy", float("nan")),
+        "tokens/attempt": values["rollout/tokens_per_attempt"],
+        "Δlogprob": values.get("train/logprob_diff_mean", float("nan")),
+        "s/step": float(np.mean(durations)),
+        "eta": format_seconds((config.steps - step - 1) * float(np.mean(durations))),
+    }
+    return format_progress("rl", step + 1, config.steps, shown)

@@ -1,0 +1,46 @@
+import numpy as np
+import pytest
+
+from reterm_jax.losses.advantages import group_advantages
+
+
+def test_centred_within_each_group():
+    advantages = group_advantages([1, 0, 0, 0, 1, 1], [7, 7, 7, 7, 3, 3])
+    np.testing.assert_allclose(advantages, [0.75, -0.25, -0.25, -0.25, 0, 0])
+    assert advantages.dtype == np.float32
+
+
+def test_ungraded_attempts_get_nothing_and_do_not_move_the_baseline():
+    with_failure = group_advantages([1, 0, np.nan], ["a", "a", "a"], [True, True, False])
+    np.testing.assert_allclose(with_failure, [0.5, -0.5, 0.0])
+    # Scored 0, it would have been [2/3, -1/3, -1/3].
+
+
+@pytest.mark.parametrize("options", [{}, {"standardise": True}, {"leave_one_out": True}])
+@pytest.mark.parametrize(
+    ("rewards", "graded"), [([1.0], None), ([0.1, 0.1, 0.1], None), ([1.0, 0.0], [True, False]), ([], None)]
+)
+def test_no_spread_gives_zero_never_nan(options, rewards, graded):
+    advantages = group_advantages(rewards, [0] * len(rewards), graded, **options)
+    np.testing.assert_array_equal(advantages, np.zeros(len(rewards)))
+
+
+def test_leave_one_out_uses_the_mean_of_the_others():
+    rewards = np.array([1.0, 0.0, 0.5, 0.25])
+    expected = [r - np.delete(rewards, i).mean() for i, r in enumerate(rewards)]
+    np.testing.assert_allclose(group_advantages(rewards, np.zeros(4), leave_one_out=True), expected, rtol=1e-6)
+
+
+def test_standardised_advantages_have_unit_deviation():
+    advantages = group_advantages([1, 0, 0, 0], np.zeros(4), standardise=True)
+    np.testing.assert_allclose([advantages.mean(), advantages.std()], [0, 1], atol=1e-6)
+
+
+def test_a_graded_reward_must_be_finite():
+    with pytest.raises(ValueError, match="index 1 is nan"):
+        group_advantages([1, np.nan], [0, 0])
+
+
+def test_lengths_must_agree():
+    with pytest.raises(ValueError, match="one length"):
+        group_advantages([1, 0], [0])

@@ -1,0 +1,101 @@
+"""The chunked delta rule against the recurrence it stands for."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from reterm_jax.policy.chunk_inverse import unit_lower_inverse
+from reterm_jax.policy.delta_net import chunked_delta_rule, delta_rule_step
+from reterm_jax.policy.layers import l2_normalise
+
+B, G, R, K, V = 2, 2, 2, 8, 6
+
+
+def random_inputs(T, *, decay=1.0, seed=0):
+    keys = jax.random.split(jax.random.key(seed), 6)
+    q = l2_normalise(jax.random.normal(keys[0], (B, T, G, K)))
+    k = l2_normalise(jax.random.normal(keys[1], (B, T, G, K)))
+    v = jax.random.normal(keys[2], (B, T, G, R, V))
+    log_decay = -decay * jax.random.uniform(keys[3], (B, T, G, R))
+    strength = jax.random.uniform(keys[4], (B, T, G, R))
+    state = jax.random.normal(keys[5], (B, G, R, K, V))
+    return (q, k, v, log_decay, strength), state
+
+
+def recurrence(inputs, documents, state):
+    """Token by token, with the state cleared where a document begins."""
+    outputs = []
+    for t in range(documents.shape[1]):
+        if t:
+            fresh = documents[:, t] != documents[:, t - 1]
+            state = jnp.where(fresh[:, None, None, None, None], 0.0, state)
+        out, state = delta_rule_step(*(x[:, t] for x in inputs), state)
+        outputs.append(out)
+    return jnp.stack(outputs, axis=1), state
+
+
+@pytest.mark.parametrize("T", [2, 7, 16, 33, 48])
+@pytest.mark.parametrize("decay", [1e-3, 5.0])
+def test_chunks_equal_recurrence_with_documents(T, decay):
+    inputs, state = random_inputs(T, decay=decay)
+    starts = np.random.default_rng(T).random((B, T)) < 0.15
+    documents = jnp.cumsum(jnp.asarray(starts), axis=1)
+    expected, expected_state = recurrence(inputs, documents, state)
+    out, out_state = chunked_delta_rule(*inputs, documents, state, chunk=16)
+    np.testing.assert_allclose(out, expected, atol=2e-5)
+    np.testing.assert_allclose(out_state, expected_state, atol=2e-5)
+
+
+def test_gradients_equal_recurrence():
+    inputs, state = random_inputs(20)
+    documents = jnp.asarray([[0] * 9 + [1] * 11, [0] * 20])
+
+    def loss(run):
+        def scalar(inputs, state):
+            out, final = run(inputs, documents, state)
+            return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.cos(final))
+
+        return jax.grad(scalar, argnums=(0, 1))(inputs, state)
+
+    chunked = loss(lambda inputs, documents, state: chunked_delta_rule(*inputs, documents, state, chunk=8))
+    for got, want in zip(jax.tree.leaves(chunked), jax.tree.leaves(loss(recurrence)), strict=True):
+        np.testing.assert_allclose(got, want, atol=5e-5)
+
+
+def test_fast_decay_stays_finite():
+    inputs, state = random_inputs(64, decay=200.0)
+    documents = jnp.zeros((B, 64), jnp.int32)
+
+    def loss(inputs):
+        return jnp.sum(chunked_delta_rule(*inputs, documents, state, chunk=64)[0])
+
+    value, gradients = jax.value_and_grad(loss)(inputs)
+    assert jnp.isfinite(value)
+    assert all(jnp.isfinite(x).all() for x in jax.tree.leaves(gradients))
+
+
+def test_inverse_on_repetitive_keys():
+    """Equal keys, full strength, no decay: the matrix that breaks power series and Newton iterations."""
+    lower = np.tril(np.full((64, 64), 0.999), -1)
+    expected = np.linalg.inv(np.eye(64) + lower)
+    np.testing.assert_allclose(unit_lower_inverse(jnp.asarray(lower, jnp.float32)), expected, atol=1e-5)
+
+
+def test_inverse_gradient():
+    lower = jnp.tril(0.5 * jax.random.normal(jax.random.key(0), (2, 8, 8)), -1)
+    weights = jax.random.normal(jax.random.key(1), (8, 8))
+
+    def loss(inverse):
+        return lambda lower: jnp.sum(weights * inverse(jnp.tril(lower, -1)))
+
+    got = jax.grad(loss(unit_lower_inverse))(lower)
+    want = jax.grad(loss(lambda lower: jnp.linalg.inv(jnp.eye(8) + lower)))(lower)
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_inverse_names_a_wrong_size():
+    with pytest.raises(ValueError, match="size 12 is not a power of two"):
+        unit_lower_inverse(jnp.zeros((12, 12)))

@@ -1,0 +1,133 @@
+"""Packing, rematerialisation, blocks and dtypes of the forward pass."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from reterm_jax.policy.forward import document_index, head, hidden_states
+from reterm_jax.policy.spec import init_params
+from tests.policy.conftest import tiny_config
+
+
+def slow_params(config, key):
+    """Parameters whose DeltaNet hardly forgets, so that anything that leaks over a boundary is seen."""
+    params = init_params(config, key)
+    for layer in params["layers"].values():
+        if "a_log" in layer["mixer"]:
+            layer["mixer"]["a_log"] = jnp.full_like(layer["mixer"]["a_log"], -8.0)
+    return params
+
+
+def alone(params, config, tokens):
+    tokens = jnp.asarray(tokens)[None]
+    return hidden_states(params, config, tokens, jnp.ones_like(tokens), jnp.arange(tokens.shape[1])[None])[0]
+
+
+def pack(lengths, width, *, reuse_ids=False):
+    """(tokens, segments, positions) of one row; with `reuse_ids`, segment ids 1, 2, 1, 2, ..."""
+    rng = np.random.default_rng(0)
+    tokens, segments, positions = (np.zeros((1, width), np.int32) for _ in range(3))
+    at = 0
+    for number, length in enumerate(lengths):
+        span = slice(at, at + length)
+        tokens[0, span] = rng.integers(0, 97, length)
+        segments[0, span] = 1 + (number % 2 if reuse_ids else number)
+        positions[0, span] = np.arange(length)
+        at += length
+    return tokens, segments, positions
+
+
+@pytest.mark.parametrize("reuse_ids", [False, True])
+def test_packed_equals_alone(config, key, reuse_ids):
+    config = config.replace(chunk_size=16, attention_block=24)
+    params = slow_params(config, key)
+    lengths = (1, 2, 30, 3, 17, 16)
+    tokens, segments, positions = pack(lengths, 80, reuse_ids=reuse_ids)
+    packed = hidden_states(params, config, tokens, segments, positions)[0]
+    at = 0
+    for length in lengths:
+        expected = alone(params, config, tokens[0, at : at + length])
+        np.testing.assert_allclose(packed[at : at + length], expected, atol=2e-5)
+        at += length
+    assert jnp.isfinite(packed).all()
+
+
+def test_no_gradient_crosses_a_boundary(config, key):
+    params = slow_params(config, key)
+    tokens, segments, positions = pack((20, 25), 50)
+
+    def second_document(embeddings):
+        changed = {**params, "embed": embeddings}
+        return jnp.sum(hidden_states(changed, config, tokens, segments, positions)[0, 20:45])
+
+    touched = np.flatnonzero(np.abs(jax.grad(second_document)(params["embed"])).sum(axis=1))
+    assert set(touched) <= set(tokens[0, 20:45].tolist())
+
+
+def test_later_tokens_do_not_reach_earlier_ones(config, key):
+    params = slow_params(config, key)
+    tokens, segments, positions = pack((40,), 40)
+    changed = tokens.copy()
+    changed[0, 25] = (tokens[0, 25] + 1) % 97
+    a, b = (hidden_states(params, config, x, segments, positions)[0] for x in (tokens, changed))
+    np.testing.assert_allclose(a[:25], b[:25], atol=1e-6)
+    assert np.abs(a[25:] - b[25:]).max(axis=1).min() > 1e-5
+
+
+@pytest.mark.parametrize("remat", ["dots", "full"])
+def test_remat_and_block_sizes_change_nothing(config, key, remat):
+    params = init_params(config, key)
+    tokens, segments, positions = pack((50, 40), 100)
+
+    def gradients(config):
+        def loss(params):
+            return jnp.sum(
+                jnp.sin(hidden_states(params, config, tokens, segments, positions)) * (segments > 0)[..., None]
+            )
+
+        return jax.grad(loss)(params)
+
+    a = gradients(config)
+    b = gradients(config.replace(remat=remat, attention_block=4, chunk_size=8))
+    for path, want in jax.tree_util.tree_leaves_with_path(a):
+        got = b
+        for entry in path:
+            got = got[entry.key]
+        np.testing.assert_allclose(got, want, atol=2e-4 * (1 + np.abs(want).max()), err_msg=str(path))
+
+
+def test_compute_dtype(config, key):
+    params = init_params(config, key)
+    tokens, segments, positions = pack((40,), 40)
+    exact = hidden_states(params, config, tokens, segments, positions)
+    rounded = hidden_states(params, config.replace(compute_dtype="bfloat16"), tokens, segments, positions)
+    assert exact.dtype == jnp.float32 and rounded.dtype == jnp.bfloat16
+    difference = np.linalg.norm(exact - rounded.astype(jnp.float32)) / np.linalg.norm(exact)
+    assert difference < 0.05
+
+
+def test_compile_size_does_not_grow_with_depth():
+    def size(layers):
+        config = tiny_config("qwen3", num_hidden_layers=layers, layer_types=("full_attention",) * layers)
+        tokens, segments, positions = pack((10,), 10)
+        params = init_params(config, jax.random.key(0))
+        return len(str(jax.make_jaxpr(lambda p: hidden_states(p, config, tokens, segments, positions))(params)))
+
+    assert size(12) < 1.05 * size(2)
+
+
+def test_head_is_tied_or_own(key):
+    tied = tiny_config("qwen3", tie_word_embeddings=True)
+    params = init_params(tied, key)
+    assert "lm_head" not in params and head(params, tied) is params["embed"]
+    untied = tiny_config("qwen3")
+    params = init_params(untied, key)
+    assert head(params, untied) is params["lm_head"]
+
+
+def test_document_index():
+    segments = jnp.asarray([[1, 1, 2, 2, 1, 0, 0]])
+    assert document_index(segments).tolist() == [[0, 0, 1, 1, 2, 3, 3]]

@@ -1,0 +1,104 @@
+"""The same weights give the same logits and gradients as `transformers`, in float32."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from reterm_jax.policy import hf
+from reterm_jax.policy.config import QwenConfig
+from reterm_jax.policy.forward import head, hidden_states
+from reterm_jax.policy.hf_layout import groups
+from reterm_jax.policy.spec import init_params, param_name
+from tests.policy.conftest import TINY_QWEN3, TINY_QWEN3_5
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+RAW = {"qwen3": TINY_QWEN3, "qwen3_5": TINY_QWEN3_5}
+
+
+def reference_model(family: str, tied: bool):
+    """A model with weights large enough that no path of the computation is negligible."""
+    raw = {key: value for key, value in RAW[family].items() if key != "model_type"}
+    torch.manual_seed(0)
+    config_class, model_class = {
+        "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+        "qwen3_5": (transformers.Qwen3_5TextConfig, transformers.Qwen3_5ForCausalLM),
+    }[family]
+    model = model_class(config_class(**raw, tie_word_embeddings=tied, attn_implementation="eager")).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+            elif "conv1d" in name:
+                parameter.copy_(0.5 * torch.randn_like(parameter))
+            elif "dt_bias" in name:
+                parameter.copy_(torch.linspace(-6, 1, parameter.numel()))
+    return model
+
+
+def jax_logits(params, config, tokens):
+    tokens = jnp.asarray(tokens)
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    hidden_BTD = hidden_states(params, config, tokens, jnp.ones_like(tokens), positions)
+    return hidden_BTD @ head(params, config).T
+
+
+def random_tokens(batch: int, length: int) -> np.ndarray:
+    return np.random.default_rng(length).integers(0, 97, (batch, length))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
+def test_logits_equal_transformers(family, tied, tmp_path):
+    model = reference_model(family, tied)
+    model.save_pretrained(tmp_path)
+    config = QwenConfig.from_hf(tmp_path, compute_dtype="float32", attention_block=32)
+    assert config.tie_word_embeddings is tied
+    params = hf.load_params(tmp_path, config)
+    for batch, length in ((2, 1), (2, 7), (1, 64), (3, 65), (2, 150)):
+        tokens = random_tokens(batch, length)
+        with torch.no_grad():
+            expected = model(torch.from_numpy(tokens)).logits.numpy()
+        np.testing.assert_allclose(jax_logits(params, config, tokens), expected, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
+def test_gradients_equal_transformers(family, tmp_path):
+    model = reference_model(family, False)
+    model.save_pretrained(tmp_path)
+    config = QwenConfig.from_hf(tmp_path, compute_dtype="float32", remat="full", attention_block=32)
+    params = hf.load_params(tmp_path, config)
+    tokens = random_tokens(2, 90)
+    model(torch.from_numpy(tokens)).logits.log_softmax(-1)[..., 3].mean().backward()
+    expected = dict(model.named_parameters())
+
+    def loss(params):
+        return jnp.mean(jax.nn.log_softmax(jax_logits(params, config, tokens))[..., 3])
+
+    gradients = {
+        param_name(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(jax.grad(loss)(params))
+    }
+    for group in groups(config):
+        parts = (gradients[name] if group.block is None else gradients[name][group.block] for name in group.params)
+        want = expected[group.tensor].grad.numpy()
+        np.testing.assert_allclose(
+            group.join(*parts), want, atol=1e-3 * np.abs(want).max() + 1e-8, rtol=1e-3, err_msg=group.tensor
+        )
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
+def test_saved_directory_loads_in_transformers(family, tied, tmp_path, key):
+    config = QwenConfig.from_hf({**RAW[family], "tie_word_embeddings": tied}, compute_dtype="float32")
+    params = init_params(config, key)
+    hf.save_params(tmp_path, params, config, dtype="float32")
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    tokens = random_tokens(2, 20)
+    with torch.no_grad():
+        expected = model(torch.from_numpy(tokens)).logits.numpy()
+    np.testing.assert_allclose(jax_logits(params, config, tokens), expected, atol=2e-4, rtol=1e-4)

@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from reterm_jax.tasks import families
+from reterm_jax.tasks.families import NONE, SUBMIT, Action
+from reterm_jax.tasks.task import Task, TaskError
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory):
+    return families.generate(tmp_path_factory.mktemp("tasks"), split="train", per_family=20, seed=4)
+
+
+def find(tasks, family, obstacle):
+    return next(t for t in tasks if (t.metadata["family"], t.metadata["obstacle"]) == (family, obstacle))
+
+
+def test_thoughts_and_commands_are_short(tasks):
+    for task in tasks:
+        rng = random.Random(task.id)
+        scripts = [families.naive(task), families.expert(task, []), families.expert(task, [], rng)]
+        scripts += [families.failure(task, rng), families.first_attempt(task, rng)]
+        for script in scripts:
+            assert script[-1] == SUBMIT and SUBMIT not in script[:-1]
+            assert 2 <= len(script) <= 7
+            for action in script:
+                assert len(action.thought.split()) <= 4 and action.thought == action.thought.lower()
+                assert len(action.command) < 80 and "\n" not in action.command
+
+
+def test_scripts_are_deterministic(tasks):
+    for task in tasks[::7]:
+        assert families.naive(task) == families.naive(task)
+        for script in (families.failure, families.first_attempt):
+            assert script(task, random.Random(1)) == script(task, random.Random(1))
+
+
+def test_the_expert_looks_only_for_what_it_has_not_seen(tasks):
+    task = find(tasks, "copy", "renamed")
+    plan = families.blueprint(task)
+    provoke = (plan.attempt[0].command, f"cp: {plan.clue}: No such file or directory\n")
+    look = ("ls", f"{plan.evidence}\n")
+    assert families.expert(task, []) == [plan.attempt[0], plan.look, *plan.fix, SUBMIT]
+    assert families.expert(task, [look]) == [plan.attempt[0], *plan.fix, SUBMIT]
+    assert families.expert(task, [provoke]) == [plan.look, *plan.fix, SUBMIT]
+    assert families.expert(task, [provoke, look]) == [*plan.fix, SUBMIT]
+
+
+def test_the_expert_cleans_up_after_a_mess(tasks):
+    task = find(tasks, "copy", "missing_dir")
+    place = task.metadata["names"]["dir"]
+    plan = families.blueprint(task)
+    history = [("cp x " + place, ""), (plan.attempt[0].command, plan.clue)]
+    assert families.expert(task, history) == [
+        Action("remove the wrong file", f"rm -f {place}"),
+        *plan.fix,
+        SUBMIT,
+    ]
+
+
+def test_failures_vary_and_first_attempts_mix(tasks):
+    task = find(tasks, "write", "readonly_dir")
+    rng = random.Random(0)
+    assert len({tuple(families.failure(task, rng)) for _ in range(100)}) >= 6
+    plan = families.blueprint(task)
+    repaired = sum(plan.fix[-2:] == tuple(families.first_attempt(task, rng)[-3:-1]) for _ in range(400)) / 400
+    assert 0.08 < repaired < 0.25
+    for task in tasks:
+        if task.metadata["obstacle"] == NONE:
+            assert tuple(families.failure(task, rng)[:-1]) != families.blueprint(task).attempt
+
+
+def test_tasks_of_no_family_are_refused(make_task):
+    with pytest.raises(TaskError, match="generated tasks only"):
+        families.naive(Task.load(make_task()))

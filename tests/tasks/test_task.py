@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+import pytest
+
+from reterm_jax.tasks.task import Task, TaskError, load_tasks
+
+
+def load(make_task, toml: str) -> Task:
+    return Task.load(make_task(files={"task.toml": toml}))
+
+
+def test_present_spelling(make_task):
+    config = load(
+        make_task,
+        """
+        schema_version = "1.1"
+        new_key = 3
+        [metadata]
+        tags = ["a"]
+        [agent]
+        timeout_sec = 900
+        user = 1000
+        other = true
+        [verifier]
+        timeout_sec = 12.5
+        env = { A = "x", B = 2 }
+        [environment]
+        build_timeout_sec = 30
+        docker_image = "some/image:1"
+        workdir = "/srv"
+        cpus = 2
+        memory_mb = 512
+        storage_mb = 1024
+        gpus = 1
+        network_mode = "allowlist"
+        healthcheck = { command = "true" }
+        [environment.env]
+        C = "z"
+        [solution]
+        env = { D = "w" }
+        """,
+    ).config
+    assert config.schema_version == "1.1"
+    assert config.metadata["tags"] == ["a"]
+    assert (config.agent.timeout_sec, config.agent.user) == (900, "1000")
+    assert (config.verifier.timeout_sec, dict(config.verifier.env)) == (12.5, {"A": "x", "B": "2"})
+    environment = config.environment
+    assert (environment.docker_image, environment.workdir, environment.cpus) == ("some/image:1", "/srv", 2)
+    assert (environment.memory_mb, environment.storage_mb, environment.gpus) == (512, 1024, 1)
+    assert (environment.network_mode, dict(environment.env)) == ("allowlist", {"C": "z"})
+    assert dict(config.solution.env) == {"D": "w"}
+
+
+@pytest.mark.parametrize("size,megabytes", [("2G", 2048), ("512M", 512), ("1.5GB", 1536), ("2048K", 2), ("4Gi", 4096)])
+def test_legacy_spelling(make_task, size, megabytes):
+    toml = f'version = "1.0"\n[environment]\nmemory = "{size}"\nstorage = "10G"\nallow_internet = true\n'
+    config = load(make_task, toml).config
+    assert config.schema_version == "1.0"
+    assert (config.environment.memory_mb, config.environment.storage_mb) == (megabytes, 10240)
+    assert config.environment.network_mode == "public"
+
+
+def test_defaults(make_task):
+    task = load(make_task, "")
+    assert task.id == "example" and task.instruction == "do it" and task.solution is None
+    assert task.config.agent.timeout_sec is None
+    assert task.config.verifier.timeout_sec == task.config.environment.build_timeout_sec == 600
+    assert task.config.environment.network_mode == "no-network"
+
+
+@pytest.mark.parametrize(
+    "toml,field",
+    [
+        ('agent = "x"', "agent"),
+        ("[agent]\ntimeout_sec = true", "agent.timeout_sec"),
+        ("[agent]\nuser = 1.5", "agent.user"),
+        ('[verifier]\ntimeout_sec = "600"', "verifier.timeout_sec"),
+        ("[verifier]\ntimeout_sec = -1", "verifier.timeout_sec"),
+        ("[verifier]\ntimeout_sec = nan", "verifier.timeout_sec"),
+        ("[verifier]\nenv = [1]", "verifier.env"),
+        ("[verifier.env]\nA = [1]", "verifier.env.A"),
+        ("[environment]\nworkdir = 'app'", "environment.workdir"),
+        ("[environment]\nmemory = 'much'", "environment.memory"),
+        ("[environment]\nmemory_mb = '2G'", "environment.memory_mb"),
+        ("[environment]\ndocker_image = ' '", "environment.docker_image"),
+        ("[environment]\nnetwork_mode = 'some'", "environment.network_mode"),
+        ("[environment]\nallow_internet = 1", "environment.allow_internet"),
+        ("[[steps]]\nname = 'one'", "steps"),
+    ],
+)
+def test_wrong_values_name_file_field_and_remedy(make_task, toml, field):
+    with pytest.raises(TaskError) as caught:
+        load(make_task, toml)
+    assert caught.value.field == field
+    assert str(caught.value.file).endswith("example/task.toml") and str(caught.value.file) in str(caught.value)
+    assert caught.value.remedy in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "files,name",
+    [
+        ({"task.toml": None}, "task.toml"),
+        ({"task.toml": "= 1"}, "task.toml"),
+        ({"instruction.md": None}, "instruction.md"),
+        ({"instruction.md": " \n"}, "instruction.md"),
+        ({"tests/test.sh": None}, "test.sh"),
+        ({"environment/Dockerfile": None}, "Dockerfile"),
+        ({"steps/one/instruction.md": "x"}, "steps"),
+    ],
+)
+def test_bad_directories(make_task, files, name):
+    with pytest.raises(TaskError) as caught:
+        Task.load(make_task(files=files))
+    assert caught.value.file.name == name
+
+
+def test_content_hash_is_of_the_environment_and_nothing_else(make_task):
+    first = Task.load(make_task("a")).content_hash
+    assert Task.load(make_task("b", {"instruction.md": "other", "tests/test.sh": "other"})).content_hash == first
+    assert Task.load(make_task("c", {"environment/files/x": ""})).content_hash != first
+    assert Task.load(make_task("d", {"task.toml": "[environment]\nenv = { A = '1' }"})).content_hash != first
+    path = make_task("e")
+    (path / "environment/empty").mkdir()
+    with_directory = Task.load(path).content_hash
+    (path / "environment/empty").chmod(0o700)
+    assert len({first, with_directory, Task.load(path).content_hash}) == 3
+
+
+def test_load_tasks(make_task, tmp_path):
+    make_task("b"), make_task("a")
+    (tmp_path / ".hidden").mkdir()
+    (tmp_path / "file").write_text("")
+    assert [task.id for task in load_tasks(tmp_path)] == ["a", "b"]
+    (tmp_path / "c").mkdir()
+    with pytest.raises(TaskError, match="c/task.toml: missing"):
+        load_tasks(tmp_path)
+    for bad in (tmp_path / "none", tmp_path / ".hidden"):
+        with pytest.raises(TaskError):
+            load_tasks(bad)

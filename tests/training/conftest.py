@@ -1,0 +1,73 @@
+"""The smallest hybrid policy (one DeltaNet and one attention layer) on a mesh of one device."""
+
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+
+from reterm_jax.policy.config import QwenConfig
+from reterm_jax.policy.sharding import make_mesh, param_shardings
+from reterm_jax.policy.spec import abstract_params, init_params, param_specs
+from reterm_jax.tokens.packing import Example
+from reterm_jax.training.state import abstract_state, init_state
+
+VOCAB = 32
+
+
+@pytest.fixture(scope="session")
+def policy():
+    config = QwenConfig(
+        family="qwen3_5",
+        vocab_size=VOCAB,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        layer_types=("linear_attention", "full_attention"),
+        partial_rotary_factor=0.5,
+        linear_num_key_heads=1,
+        linear_num_value_heads=2,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        tie_word_embeddings=True,
+        initializer_range=0.3,
+        compute_dtype="float32",
+        remat="none",
+        chunk_size=8,
+    )
+    mesh = make_mesh()
+    shardings = param_shardings(config, mesh)
+    return SimpleNamespace(
+        config=config,
+        mesh=mesh,
+        shardings=shardings,
+        specs=param_specs(config),
+        new_state=lambda optimizer, seed=0: init_state(
+            lambda key: init_params(config, key), jax.random.key(seed), optimizer, mesh, shardings
+        ),
+        abstract_state=lambda optimizer: abstract_state(abstract_params(config), optimizer, mesh, shardings),
+    )
+
+
+@pytest.fixture(scope="session")
+def examples():
+    """Eight documents of different lengths, with every field that a step reads."""
+    rng = np.random.default_rng(0)
+    made = []
+    for index, n in enumerate([17, 5, 9, 12, 3, 16, 8, 11]):
+        mask = rng.random(n) < 0.6
+        mask[0], mask[-1] = False, True
+        made.append(
+            Example(
+                rng.integers(0, VOCAB, n),
+                mask,
+                advantage=float(rng.normal()),
+                old_logprobs=np.log(rng.uniform(0.01, 0.1, n)),
+                weight=1.0 + index % 2,
+                name=str(index),
+            )
+        )
+    return made

@@ -1,0 +1,48 @@
+"""The same update on one device and on eight simulated ones, in a process of its own (devices are fixed at start)."""
+
+import os
+import subprocess
+import sys
+
+SCRIPT = """
+import jax, numpy as np
+from reterm_jax.policy.config import QwenConfig
+from reterm_jax.policy.sharding import make_mesh, param_shardings
+from reterm_jax.policy.spec import init_params, param_specs
+from reterm_jax.tokens.packing import Example, pack
+from reterm_jax.training.optimizer import OptimizerConfig, make_optimizer
+from reterm_jax.training.state import init_state
+from reterm_jax.training.steps import StepConfig, make_rl_step
+
+config = QwenConfig("qwen3", 32, 16, 24, 2, 2, 2, 8, ("full_attention",) * 2, compute_dtype="float32", remat="none")
+rng = np.random.default_rng(0)
+examples = [Example(rng.integers(0, 32, n), np.arange(n) > 1, float(rng.normal()), np.full(n, -3.0)) for n in range(4, 17)]
+batch, _ = pack(examples, length=16)
+results = []
+for name in ("adamw", "muon"):
+    optimizer = make_optimizer(OptimizerConfig(name, 1e-2, weight_decay=0.1), param_specs(config), 10)
+    for axes in ((1, 1, 1), (2, 2, 2)):
+        mesh = make_mesh(*axes)
+        shardings = param_shardings(config, mesh)
+        state = init_state(lambda key: init_params(config, key), jax.random.key(0), optimizer, mesh, shardings)
+        step = make_rl_step(config, StepConfig(micro_rows=4), optimizer, mesh, shardings)
+        for _ in range(2):
+            state, metrics = step(state, batch)
+        for params, shards in ((state.params, shardings),):
+            jax.tree.map(lambda x, s: None if x.sharding == s else 1 / 0, params, shards)
+        spread = {len(x.sharding.device_set) for x in jax.tree.leaves(state)}
+        assert spread == {axes[0] * axes[1] * axes[2]}, spread
+        moments = [x for x in jax.tree.leaves(state.opt_state) if x.ndim > 1]
+        assert any(not x.sharding.is_fully_replicated for x in moments) or axes == (1, 1, 1)
+        results.append((jax.tree.map(np.asarray, state.params), float(metrics["train/loss"])))
+    one, eight = results[-2:]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-3, atol=2e-4), one, eight)
+print("same")
+"""
+
+
+def test_eight_devices_make_the_same_update_as_one():
+    env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, "-c", SCRIPT], env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.strip() == "same"

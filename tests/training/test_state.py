@@ -1,0 +1,27 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from reterm_jax.training.optimizer import OptimizerConfig, make_optimizer
+from reterm_jax.training.state import state_from_params
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_abstract_state_describes_the_real_one(policy, name):
+    optimizer = make_optimizer(OptimizerConfig(name=name), policy.specs, 10)
+    real, abstract = policy.new_state(optimizer), policy.abstract_state(optimizer)
+    assert jax.tree.structure(real) == jax.tree.structure(abstract)
+    for a, b in zip(jax.tree.leaves(real), jax.tree.leaves(abstract), strict=True):
+        assert (a.shape, a.dtype, a.sharding) == (b.shape, b.dtype, b.sharding)
+    assert int(real.step) == 0
+
+
+def test_a_state_from_parameters_owns_float32_copies(policy):
+    given = jax.tree.map(lambda x: x.astype(jnp.bfloat16), policy.new_state(optax.sgd(1.0)).params)
+    given["embed"] = given["embed"].astype(jnp.float32)  # no cast, and still a copy
+    state = state_from_params(given, optax.adam(1.0), policy.mesh, policy.shardings)
+    assert {x.dtype for x in jax.tree.leaves(state.params)} == {jnp.dtype("float32")}
+    np.testing.assert_array_equal(state.params["embed"], given["embed"])
+    assert state.params["embed"].unsafe_buffer_pointer() != given["embed"].unsafe_buffer_pointer()
