@@ -10,7 +10,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 
 from reterm_jax.agent.attempt import AgentLimits, Attempt, Ended, FailureState
-from reterm_jax.agent.protocol import BASH_SCHEMA, SYSTEM_PROMPT, ParsedTurn, parse_turn
+from reterm_jax.agent.protocol import BASH_SCHEMA, SYSTEM_PROMPT, ParsedTurn, parse_turn, render_turn
 from reterm_jax.agent.turns import Turn, observation
 from reterm_jax.rollout.samplers.base import Completion, Sampler, SamplerError
 from reterm_jax.sandbox.base import Sandbox, SandboxError, Snapshot
@@ -21,10 +21,21 @@ from reterm_jax.tasks.verifier import verify
 from reterm_jax.tokens.chat import ChatFormat
 from reterm_jax.tokens.transcript import Span, Transcript
 
-__all__ = ["AgentLimits", "Attempt", "FailureState", "RETRY_MESSAGE", "Turn", "run_attempt", "start_messages"]
+__all__ = [
+    "AgentLimits",
+    "Attempt",
+    "FailureState",
+    "RETRY_MESSAGE",
+    "Turn",
+    "fixed_texts",
+    "run_attempt",
+    "start_messages",
+]
 
 # Tells a recovery nothing but that it is needed, so that what it does comes from what it sees.
 RETRY_MESSAGE = "The task is not solved yet. Continue."
+_OUT_OF_TIME = "Error: out of time; nothing was run."
+_CUT = "Error: the turn was cut off after {count} tokens; nothing was run."
 
 _FAULTS = (SandboxError, SamplerError)  # expected now and then; others are logged with where they came from
 
@@ -33,6 +44,16 @@ def start_messages(instruction: str, system_prompt: str = SYSTEM_PROMPT) -> list
     """The messages of a root attempt's prompt."""
     system = [{"role": "system", "content": system_prompt}] if system_prompt else []
     return [*system, {"role": "user", "content": instruction}]
+
+
+def fixed_texts(system_prompt: str = SYSTEM_PROMPT, retry_message: str = RETRY_MESSAGE) -> list[str]:
+    """All that the loop itself ever says to the policy: part of the corpus of a tokenizer made for it."""
+    said = [Turn("", "x", "", 1), Turn("", "x", "", 124, 1.0, timed_out=True), Turn("", error=_OUT_OF_TIME)]
+    faults = ["", "<tool_call>", "<tool_call>\n<function=x>", "<tool_call>\n<function=bash>"]
+    faults += [render_turn("", ""), render_turn("", "x") * 2, render_turn("", "\0"), render_turn("", "x")[:-20]]
+    said += [Turn("", error=parse_turn(text).error) for text in faults]
+    said += [Turn("", error=_CUT.format(count=1))]
+    return [system_prompt, retry_message, *map(observation, said)]
 
 
 async def run_attempt(
@@ -164,7 +185,7 @@ class _Episode:
                 attempt.turns.append(Turn(parsed.thought, parsed.command))
                 return "submit"
             if time.monotonic() >= self.deadline:
-                attempt.turns.append(Turn(parsed.thought, error="Error: out of time; nothing was run."))
+                attempt.turns.append(Turn(parsed.thought, error=_OUT_OF_TIME))
                 return "time_limit"
             turn = await self._run(parsed)
             attempt.turns.append(turn)
@@ -216,9 +237,12 @@ class _Episode:
 
     @property
     def recoverable(self) -> bool:
-        """Whether a recovery could go on from here: there is a turn to answer, and room for another."""
-        room = self.limits.max_tokens - len(self.attempt.transcript)
-        return bool(self.attempt.turns) and room > self.limits.max_turn_tokens
+        """Whether a recovery could go on from here: there is a turn to answer, and room for that and another turn."""
+        attempt = self.attempt
+        if not attempt.turns or attempt.ended == "token_limit":
+            return False
+        answer = self.chat.turn_boundary_ids([observation(attempt.turns[-1]), RETRY_MESSAGE], False)
+        return len(attempt.transcript) + len(answer) + self.limits.max_turn_tokens <= self.limits.max_tokens
 
     async def save(self) -> Snapshot | None:
         """The state as the attempt leaves it; None where it cannot be saved, which takes nothing from the verdict."""
@@ -254,9 +278,7 @@ class _Episode:
 def _read(text: str, completion: Completion) -> ParsedTurn:
     parsed = parse_turn(text)
     if completion.stop == "length" and parsed.error is not None:
-        return ParsedTurn(
-            parsed.thought, error=f"Error: the turn was cut off after {len(completion.ids)} tokens; nothing was run."
-        )
+        return ParsedTurn(parsed.thought, error=_CUT.format(count=len(completion.ids)))
     return parsed
 
 

@@ -29,6 +29,7 @@ BASH_SCHEMA: Mapping[str, Any] = {
     },
 }
 
+_THINK = re.compile(r"</?think>")
 _OPEN = re.compile(r"<tool_call>\s*<function=([^>\n]*)>")
 _PARAMETER = re.compile(r"\s*<parameter=([^>\n]*)>\n?")
 # The whole closing sequence, so that a command may itself contain `</parameter>`.
@@ -54,13 +55,14 @@ class ParsedTurn:
 
 def parse_turn(text: str) -> ParsedTurn:
     """Reads one turn (without stop token). Never raises: whatever is wrong is in `error`."""
-    reasoning, closed, rest = text.rpartition("</think>")
-    # Without an end of reasoning all is reasoning, but a call in it is meant as one.
-    body = rest if closed else text
-    reasoning = reasoning.replace("<think>", "").replace("</think>", "").strip()
+    reasoning, closed, body = text.partition("</think>")
+    if not closed:
+        # Without an end of reasoning all is reasoning, but a call in it is meant as one.
+        reasoning, body = "", text
     call = _OPEN.search(body)
-    remark = (body[: call.start()] if call else body).replace("<think>", "").strip()
-    thought = "\n\n".join(part for part in (reasoning, remark) if part)
+    remark = body[: call.start()] if call else body
+    parts = (_THINK.sub("", part).strip() for part in (reasoning, remark))
+    thought = "\n\n".join(part for part in parts if part)
     if call is None:
         if "<tool_call>" in body or "<function=" in body:
             return ParsedTurn(thought, error=_malformed("<tool_call> must be followed by <function=bash>"))

@@ -79,8 +79,8 @@ class Checkpointer:
                 raise
             free = shutil.disk_usage(self.directory).free / 2**20
             raise CheckpointError(
-                f"no space left to save step {step} in {self.directory} ({free:.0f} MiB free); free some space and start "
-                f"again: the run continues from step {self.latest_step}"
+                f"no space left to save step {step} in {self.directory} ({free:.0f} MiB free); free some space and "
+                f"start again: the run continues from step {self.latest_step}"
             ) from error
 
     def restore(self, abstract: TrainState, step: int | None = None) -> tuple[TrainState, dict[str, Any]]:
@@ -123,8 +123,8 @@ class Checkpointer:
         saved = record.get(_FINGERPRINT)
         if self._fingerprint is not None and saved != self._fingerprint:
             raise CheckpointError(
-                f"{self.directory / str(step)} was written with another configuration (fingerprint {saved}, this run's is "
-                f"{self._fingerprint}); choose another --workdir, or start with the configuration that it was made with"
+                f"{self.directory / str(step)} was written with another configuration (fingerprint {saved}, this run's "
+                f"is {self._fingerprint}); choose another --workdir, or the configuration that it was made with"
             )
         return record
 
@@ -153,8 +153,8 @@ class Checkpointer:
         for name in [*wanted, *(name for name in saved if name not in wanted)]:
             if saved.get(name) != wanted.get(name):
                 raise CheckpointError(
-                    f"{place}: {item} {name} is {_describe(saved.get(name))} there and {_describe(wanted.get(name))} in "
-                    f"this configuration; choose another --workdir, or the configuration that it was made with"
+                    f"{place}: {item} {name} is {_describe(saved.get(name))} there and {_describe(wanted.get(name))} "
+                    f"in this configuration; choose another --workdir, or the configuration that it was made with"
                 )
 
 

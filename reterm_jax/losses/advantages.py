@@ -35,7 +35,8 @@ def group_advantages(
     graded = np.ones(rewards.shape, bool) if graded is None else np.asarray(graded, bool)
     if not rewards.shape == group_ids.shape == graded.shape or rewards.ndim != 1:
         raise ValueError(
-            f"rewards {rewards.shape}, group_ids {group_ids.shape} and graded {graded.shape} must be vectors of one length"
+            f"rewards {rewards.shape}, group_ids {group_ids.shape} and graded {graded.shape} must be vectors "
+            "of one length"
         )
     if not np.isfinite(rewards[graded]).all():
         where = int(np.flatnonzero(graded & ~np.isfinite(rewards))[0])

@@ -41,7 +41,10 @@ def ppo_clip(
     clip_low: float = 0.2,
     clip_high: float = 0.28,
 ) -> tuple[jax.Array, Metrics]:
-    """−min(ratio·A, clip(ratio, 1−clip_low, 1+clip_high)·A): PPO (arXiv 1707.06347), clip-higher of DAPO (2503.14476)."""
+    """−min(ratio·A, clip(ratio, 1−clip_low, 1+clip_high)·A): PPO (arXiv 1707.06347).
+
+    The upper side is wider, so that rare tokens can become likely (clip-higher of DAPO, arXiv 2503.14476).
+    """
     del segments_BT
     ratio_BT = _ratio(logprobs_BT, old_logprobs_BT, mask_BT)
     clipped_BT = jnp.clip(ratio_BT, 1.0 - clip_low, 1.0 + clip_high)
@@ -80,7 +83,7 @@ def dppo_tv(
     segments_BT: jax.Array,
     delta: float = 0.1,
 ) -> tuple[jax.Array, Metrics]:
-    """−ratio·A, without the tokens where |μ−π| > delta and the update would push further away: DPPO-TV (arXiv 2602.04879).
+    """−ratio·A, except where |μ−π| > delta and the update would push further away: DPPO-TV (arXiv 2602.04879).
 
     |μ−π| of the sampled token bounds its share of the total variation; unlike a ratio it does not punish rare tokens.
     """
@@ -101,9 +104,10 @@ def cispo(
     clip_low: float = 1.0,
     clip_high: float = 4.0,
 ) -> tuple[jax.Array, Metrics]:
-    """−sg(clip(ratio, 1−clip_low, 1+clip_high))·A·log π: CISPO (MiniMax-M1, arXiv 2506.13585), no token loses its gradient.
+    """−sg(clip(ratio, 1−clip_low, 1+clip_high))·A·log π: CISPO (MiniMax-M1, arXiv 2506.13585).
 
-    The paper leaves the lower side open (clip_low 1 does) and tunes the upper one.
+    Unlike with PPO's clip no token loses its gradient. The paper leaves the lower side open (clip_low 1 does) and
+    tunes the upper one.
     """
     del segments_BT
     ratio_BT = _ratio(logprobs_BT, old_logprobs_BT, mask_BT)
@@ -123,7 +127,7 @@ def gspo(
     clip_low: float = 3e-4,
     clip_high: float = 4e-4,
 ) -> tuple[jax.Array, Metrics]:
-    """PPO's clip on one ratio per document, s = exp(mean of log π − log μ over its loss tokens): GSPO (arXiv 2507.18071).
+    """PPO's clip on one ratio per document, s = exp(its mean of log π − log μ): GSPO (arXiv 2507.18071).
 
     Meant for aggregation "sequence", with which the mean over tokens of the constant s is s itself.
     """
@@ -176,8 +180,8 @@ def load_objective(name: str, hyper: Mapping[str, Any] | None = None) -> Objecti
         inspect.signature(function).bind(None, None, None, None, segments_BT=None, **hyper)
     except TypeError as error:
         raise ValueError(
-            f"objective {name!r} cannot be called as objective(logprobs, old_logprobs, advantages, mask, segments_BT=..., "
-            f"**{hyper}): {error}"
+            f"objective {name!r} cannot be called as objective(logprobs, old_logprobs, advantages, mask, "
+            f"segments_BT=..., **{hyper}): {error}"
         ) from None
     return functools.partial(function, **hyper)
 
@@ -199,7 +203,9 @@ def _import_objective(name: str) -> Objective:
         try:
             module = importlib.import_module(module_name)
         except ModuleNotFoundError as error:
-            raise ValueError(f"objective {name!r}: {error}; give a module that can be imported, or a .py file") from None
+            raise ValueError(
+                f"objective {name!r}: {error}; give a module that can be imported, or a .py file"
+            ) from None
     function = getattr(module, attribute, None)
     if not callable(function):
         raise ValueError(f"objective {name!r}: {module_name} has no function {attribute!r}")

@@ -43,7 +43,8 @@ def token_logprobs(
         raise ValueError(f"chunk must be at least 1 token, got {chunk}")
     if hidden_BTD.shape[:2] != targets_BT.shape or hidden_BTD.shape[-1] != head_VD.shape[-1]:
         raise ValueError(
-            f"hidden {hidden_BTD.shape}, targets {targets_BT.shape} and head {head_VD.shape} do not fit [B,T,D], [B,T], [V,D]"
+            f"hidden {hidden_BTD.shape}, targets {targets_BT.shape} and head {head_VD.shape} do not fit "
+            "[B,T,D], [B,T], [V,D]"
         )
     batch, time = targets_BT.shape
     steps = min(time, max(1, chunk // batch))
@@ -87,9 +88,7 @@ def _backward(temperature, steps, residuals, cotangents):
         slope_BCV = dlogprob_BC[..., None] + dentropy_BC[..., None] * (logp_BCV + entropy_BC[..., None])
         dlogits_BCV = (chosen_BCV - probs_BCV * slope_BCV) / temperature
         dhidden_BCD = jnp.einsum("bcv,vd->bcd", dlogits_BCV, head32_VD, precision=_PRECISION)
-        head_grad_VD += jnp.einsum(
-            "bcv,bcd->vd", dlogits_BCV, hidden_BCD.astype(jnp.float32), precision=_PRECISION
-        )
+        head_grad_VD += jnp.einsum("bcv,bcd->vd", dlogits_BCV, hidden_BCD.astype(jnp.float32), precision=_PRECISION)
         return head_grad_VD, dhidden_BCD.astype(hidden_BTD.dtype)
 
     head_grad_VD, dhidden = lax.scan(differentiate, jnp.zeros(head_VD.shape, jnp.float32), inputs)

@@ -181,7 +181,7 @@ def _check(row: Row, place: str) -> None:
     if not any(message["role"] == "assistant" for message in row.messages[row.train_from_message_index :]):
         fail(
             "train_from_message_index",
-            f"{row.train_from_message_index} leaves no assistant message to train on among {len(row.messages)} messages",
+            f"no assistant message from {row.train_from_message_index} on among {len(row.messages)} messages",
         )
     if not row.messages or row.messages[0]["role"] not in ("system", "user"):
         fail("messages[0]", "must be of the system or the user")

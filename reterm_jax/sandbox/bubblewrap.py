@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from reterm_jax.sandbox import archive, environment, shell
 from reterm_jax.sandbox.base import ExecResult, SandboxError, Snapshot
@@ -44,7 +44,8 @@ class BubblewrapSandbox:
         self._place = place
         self._environment = env
         self._lock = asyncio.Lock()
-        self._closed = False
+        self._closing: asyncio.Future[None] | None = None
+        self._running: asyncio.Future[Finished] | None = None
 
     @property
     def root(self) -> Path:
@@ -71,18 +72,21 @@ class BubblewrapSandbox:
                 env_names=extra,
                 ulimits=shell.ulimits(self._environment.limits, timeout),
             )
-            argv = shell.timed(["/usr/bin/bash", "-c", line, "bash"], timeout, "/usr/bin/timeout")
+            limit = ["/usr/bin/timeout", "-k", f"{shell.GRACE:g}", shell.seconds(timeout)]
             started = time.monotonic()
-            done = await self._host.jail.run(
-                self.root,
-                argv,
+            done = await self._run(
+                [*limit, "/usr/bin/bash", "-c", line, "bash"],
                 env={**self._environment.env, **extra},
                 deadline=timeout + shell.GRACE + _LATE,
                 fds=[fd],
             )
             duration = time.monotonic() - started
             if os.lseek(fd, 0, os.SEEK_CUR) == 0:  # bash has not even read the command
-                raise SandboxError(f"cannot run a command in sandbox {self._place}: {done.output.text().strip()}")
+                problem = await asyncio.to_thread(self._host.jail.probe)
+                if problem:
+                    raise SandboxError(f"cannot run a command in sandbox {self._place}: {problem}")
+                # In a new directory it works, so the agent has destroyed this one: its own fault, not the machine's.
+                return ExecResult(f"no command can run: {done.output.text().strip()}\n", 126, duration, False)
         if done.late:
             return ExecResult(done.output.text(), 137, duration, True, done.output.elided)
         timed_out = shell.hit_time_limit(done.exit_code, duration, timeout)
@@ -121,18 +125,24 @@ class BubblewrapSandbox:
             return await self._host.save(self.root, self._environment)
 
     async def close(self) -> None:
-        if not self._closed:
-            self._closed = True
-            async with self._lock:
-                try:
-                    await self._host.remove(self._place)
-                finally:
-                    self._host.closed(self)
+        # Shielded, so that a cancelled caller does not leave the directory behind.
+        if self._closing is None:
+            self._closing = asyncio.ensure_future(self._close())
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
+        if self._running is not None:
+            self._running.cancel()  # kills what runs
+        async with self._lock:
+            try:
+                await self._host.remove(self._place)
+            finally:
+                self._host.closed(self)
 
     @contextlib.asynccontextmanager
     async def _use(self):
         async with self._lock:
-            if self._closed:
+            if self._closing is not None:
                 raise SandboxError(f"sandbox {self.id} is closed")
             # An agent may have locked everyone, itself included, out of `/`.
             with disk_errors(self.root):
@@ -141,9 +151,16 @@ class BubblewrapSandbox:
 
     async def _inside(self, argv: list[str], **streams: int) -> Finished:
         async with self._use():
-            return await self._host.jail.run(
-                self.root, argv, env=self._environment.env, deadline=_FILE_DEADLINE, **streams
-            )
+            return await self._run(argv, env=self._environment.env, deadline=_FILE_DEADLINE, **streams)
+
+    async def _run(self, argv: list[str], **options: Any) -> Finished:
+        self._running = asyncio.ensure_future(self._host.jail.run(self.root, argv, **options))
+        try:
+            return await self._running
+        except asyncio.CancelledError:
+            if self._closing is not None:
+                raise SandboxError(f"sandbox {self.id} was closed while a command ran") from None
+            raise
 
     def _failure(self, what: str, done: Finished) -> SandboxError:
         output = done.output.text().strip()
@@ -172,6 +189,7 @@ class BubblewrapHost:
         self._environments: dict[str, Environment] = {}
         self._building: dict[str, asyncio.Lock] = {}
         self._snapshots: dict[str, Environment] = {}
+        self._pid = os.getpid()  # a forked child must not clean up after us
         atexit.register(self._remove_all)
 
     async def start(self, task: Task) -> BubblewrapSandbox:
@@ -266,6 +284,8 @@ class BubblewrapHost:
         return recipe.environment
 
     def _remove_all(self) -> None:
+        if os.getpid() != self._pid:
+            return
         self.jail.close()
         self._snapshots.clear()
         self._environments.clear()

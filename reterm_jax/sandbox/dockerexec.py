@@ -72,6 +72,10 @@ rm -f "$_out"
 _LOADER = "IFS= read -r -d '' _runner; eval \"$_runner\""
 
 
+class Broken(Exception):
+    """The container's own files do not let a command run: its image lacks bash, or the agent removed it."""
+
+
 @dataclass(frozen=True)
 class Call:
     """A command, the shell line that reads it from COMMAND_FD, its limits and its surroundings.
@@ -88,11 +92,13 @@ class Call:
 
 
 def run(api: Any, container: str, call: Call) -> tuple[int, BoundedOutput]:
-    """Runs `call` and returns (exit status, output). Blocking. Raises SandboxError if the container fails to answer."""
-    seconds = shell.timed([], call.timeout)[3]
+    """Runs `call` and returns (exit status, output). Blocking.
+
+    Raises Broken if the container runs but cannot run commands, SandboxError if it fails to answer.
+    """
     created = api.exec_create(
         container,
-        ["bash", "-c", _LOADER, "bash", seconds, str(KEEP_BYTES), call.line, str(call.processes)],
+        ["bash", "-c", _LOADER, "bash", shell.seconds(call.timeout), str(KEEP_BYTES), call.line, str(call.processes)],
         stdin=True,
         user=call.user,
         environment=dict(call.env),
@@ -126,7 +132,7 @@ def run(api: Any, container: str, call: Call) -> tuple[int, BoundedOutput]:
         stream.close()
     if status is None:
         said = errors.decode("utf-8", "replace").strip()
-        raise SandboxError(f"container {container} cannot run commands (they need bash and coreutils): {said}")
+        raise Broken(f"no command can run (bash and coreutils are needed): {said}")
     output.skip(size - received)
     return status, output
 

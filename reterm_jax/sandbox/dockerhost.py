@@ -12,6 +12,7 @@ import asyncio
 import atexit
 import contextlib
 import io
+import os
 import secrets
 import tarfile
 import tempfile
@@ -26,6 +27,7 @@ from reterm_jax.sandbox.base import (
     STANDARD_DIRS,
     ExecResult,
     SandboxError,
+    SandboxUnavailable,
     Snapshot,
 )
 from reterm_jax.sandbox.dockerimage import Image, connect
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_API_TIMEOUT = 120  # seconds for a command that does nothing
 # Process 1 of each container; unlike `sleep` alone, bash collects processes whose parents are gone. The odd number of
 # seconds tells its own child from an agent's.
 _IDLE_SECONDS = "86397"
@@ -53,7 +56,7 @@ class DockerSandbox:
         self._container = container
         self._image = image
         self._lock = asyncio.Lock()
-        self._closed = False
+        self._closing: asyncio.Future[None] | None = None
 
     async def exec(
         self,
@@ -69,7 +72,13 @@ class DockerSandbox:
         call = dockerexec.Call(command, line, timeout, self._image.limits.processes, user or "", extra)
         started = time.monotonic()
         async with self._use():
-            exit_code, output = await self._host.call(lambda: dockerexec.run(self._host.client.api, self.id, call))
+            try:
+                exit_code, output = await self._host.call(lambda: dockerexec.run(self._host.client.api, self.id, call))
+            except dockerexec.Broken as error:
+                if self._closing is not None:
+                    raise SandboxError(f"sandbox {self.id} was closed while a command ran") from None
+                # By the agent itself: `start` has seen commands run
+                return ExecResult(f"{error}\n", 126, time.monotonic() - started, False)
         duration = time.monotonic() - started
         timed_out = shell.hit_time_limit(exit_code, duration, timeout)
         return ExecResult(output.text(), exit_code, duration, timed_out, output.elided)
@@ -123,14 +132,15 @@ class DockerSandbox:
             return await self._host.save(self._container, self._image)
 
     async def close(self) -> None:
-        if not self._closed:
-            self._closed = True
-            await self._host.closed(self, self._container)
+        # Shielded, so that a cancelled caller does not leave the container behind.
+        if self._closing is None:
+            self._closing = asyncio.ensure_future(self._host.closed(self, self._container))
+        await asyncio.shield(self._closing)
 
     @contextlib.asynccontextmanager
     async def _use(self):
         async with self._lock:
-            if self._closed:
+            if self._closing is not None:
                 raise SandboxError(f"sandbox {self.id} is closed")
             yield
 
@@ -142,7 +152,12 @@ class DockerHost:
         """Raises SandboxUnavailable if the `docker` package is missing or no daemon answers."""
         self.client, self.errors = connect(max_concurrent)
         self.directory: HostDir = claim(run_dir)
-        reap_docker(self.client, run_dir)
+        try:
+            reap_docker(self.client, run_dir)
+            self._cpus: int = self.client.info()["NCPU"]
+        except self.errors.DockerException as error:
+            self.directory.remove()
+            raise SandboxUnavailable(f"the Docker daemon fails: {error}") from error
         self._labels = docker_labels(run_dir, run_id, self.directory.id)
         self._threads = ThreadPoolExecutor(2 * max_concurrent + 4, thread_name_prefix="docker")
         self._slots = asyncio.Semaphore(max_concurrent)
@@ -150,7 +165,9 @@ class DockerHost:
         self._images: dict[str, Image] = {}
         self._building: dict[str, asyncio.Lock] = {}
         self._snapshots: dict[str, Image] = {}
+        self._tried: set[str] = set()  # images in which a command has run
         self._unwanted: set[str] = set()  # released snapshots that a container still runs from
+        self._pid = os.getpid()  # a forked child must not clean up after us
         atexit.register(self._remove_all)
 
     async def start(self, task: Task) -> DockerSandbox:
@@ -161,7 +178,14 @@ class DockerHost:
                 self._images[key] = await self.call(
                     lambda: dockerimage.prepare(self.client, task, tag, self._labels), f"task {task.id}: environment"
                 )
-        return await self._make(self._images[key], task)
+        sandbox = await self._make(self._images[key], task)
+        if key not in self._tried:
+            result = await sandbox.exec("true", timeout=_API_TIMEOUT, fresh=True)
+            if result.exit_code != 0:
+                await sandbox.close()
+                raise SandboxError(f"task {task.id}: the environment's image is not usable: {result.output.strip()}")
+            self._tried.add(key)
+        return sandbox
 
     async def fork(self, snapshot: Snapshot, task: Task) -> DockerSandbox:
         if snapshot.id not in self._snapshots:
@@ -177,7 +201,7 @@ class DockerHost:
     async def close(self) -> None:
         for sandbox in list(self._live):
             await sandbox.close()
-        await self.call(self._remove_all)
+        await asyncio.to_thread(self._remove_all)
         atexit.unregister(self._remove_all)
         self._threads.shutdown(wait=False)
 
@@ -255,7 +279,7 @@ class DockerHost:
             pids_limit=limits.processes,
             mem_limit=f"{limits.memory_mb}m",
             memswap_limit=f"{limits.memory_mb}m",
-            nano_cpus=int(limits.cpus * 1e9),
+            nano_cpus=int(min(limits.cpus, self._cpus) * 1e9),  # more than there are is an error to Docker
             ulimits=[
                 {"Name": "core", "Soft": 0, "Hard": 0},
                 {"Name": "fsize", "Soft": limits.file_mb << 20, "Hard": limits.file_mb << 20},
@@ -282,7 +306,7 @@ class DockerHost:
             self._unwanted.discard(name)
 
     def _remove_all(self) -> None:
-        if self.directory.path.exists():
+        if os.getpid() == self._pid and self.directory.path.exists():
             remove_docker(self.client, {"reterm.owner": self.directory.id})
             self.directory.remove()
 

@@ -16,6 +16,7 @@ import contextlib
 import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -97,6 +98,28 @@ class Jail:
             command = [*self.enter, self.bwrap, "--args", str(options_fd), "--", *argv]
             return await run_program(command, deadline=deadline, pass_fds=passed, stdin=stdin, stdout=stdout)
 
+    def probe(self) -> str:
+        """Empty if a program runs in a new sandbox directory, else what went wrong. Blocking."""
+        root = Path(tempfile.mkdtemp(prefix="probe-", dir=self.outside))
+        try:
+            root.chmod(0o755)
+            if self.owner is not None:
+                os.chown(root, self.owner, self.owner)
+            fds = () if self.namespace_fd is None else (self.namespace_fd,)
+            command = [*self.enter, self.bwrap, *self.arguments(root, {}), "--", "/bin/true"]
+            done = subprocess.run(
+                command, pass_fds=fds, env={}, stdin=subprocess.DEVNULL, capture_output=True, timeout=30
+            )
+            if done.returncode == 0:
+                return ""
+            return done.stderr.decode("utf-8", "replace").strip() or f"exit status {done.returncode}"
+        except subprocess.TimeoutExpired:
+            return "a program that does nothing did not end within 30 s"
+        except OSError as error:
+            return str(error)
+        finally:
+            shutil.rmtree(root, ignore_errors=True)
+
     def close(self) -> None:
         if self.namespace_fd is not None:
             with contextlib.suppress(OSError):
@@ -118,7 +141,7 @@ def open_jail(directory: Path) -> Jail:
         jail = candidate(bwrap, directory)
         if jail is None:
             continue
-        problem = _probe(jail)
+        problem = jail.probe()
         if not problem:
             return jail
         jail.close()
@@ -154,22 +177,3 @@ def _as_other_user(bwrap: str, directory: Path) -> Jail | None:
         process.stdin.close()
     enter = (nsenter, f"--mount=/proc/self/fd/{namespace}", "--setuid", str(HOST_UID), "--setgid", str(HOST_UID))
     return Jail(bwrap, directory, "/mnt", enter, (), HOST_UID, namespace)
-
-
-def _probe(jail: Jail) -> str:
-    """Empty if a program runs in the jail, else what went wrong."""
-    root = jail.outside / "probe"
-    root.mkdir(mode=0o755)
-    try:
-        if jail.owner is not None:
-            os.chown(root, jail.owner, jail.owner)
-        fds = () if jail.namespace_fd is None else (jail.namespace_fd,)
-        command = [*jail.enter, jail.bwrap, *jail.arguments(root, {}), "--", "/bin/true"]
-        done = subprocess.run(command, pass_fds=fds, env={}, stdin=subprocess.DEVNULL, capture_output=True, timeout=30)
-        if done.returncode == 0:
-            return ""
-        return done.stderr.decode("utf-8", "replace").strip() or f"exit status {done.returncode}"
-    except subprocess.TimeoutExpired:
-        return "a trivial command did not end within 30 s"
-    finally:
-        shutil.rmtree(root, ignore_errors=True)

@@ -37,16 +37,20 @@ async def run_program(
     """Runs `argv` with an empty environment and waits until its output ends, at most `deadline` seconds.
 
     stdout and stderr are collected together; with a descriptor `stdout`, only stderr is. The environment is empty
-    because a process inside a sandbox can read that of the program that made the sandbox.
+    because a process inside a sandbox can read that of the program that made the sandbox. Raises SandboxError if the
+    program cannot be started.
     """
-    process = await asyncio.create_subprocess_exec(
-        *argv,
-        stdin=stdin,
-        stdout=asyncio.subprocess.PIPE if stdout is None else stdout,
-        stderr=asyncio.subprocess.STDOUT if stdout is None else asyncio.subprocess.PIPE,
-        pass_fds=tuple(pass_fds),
-        env={},
-    )
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *argv,
+            stdin=stdin,
+            stdout=asyncio.subprocess.PIPE if stdout is None else stdout,
+            stderr=asyncio.subprocess.STDOUT if stdout is None else asyncio.subprocess.PIPE,
+            pass_fds=tuple(pass_fds),
+            env={},
+        )
+    except OSError as error:
+        raise SandboxError(f"cannot start {argv[0]}: {error.strerror or error}") from error
     stream = process.stdout if stdout is None else process.stderr
     assert stream is not None
     output, received, late = BoundedOutput(), 0, False

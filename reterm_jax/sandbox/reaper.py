@@ -15,6 +15,7 @@ import secrets
 import shutil
 import socket
 import subprocess
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,11 +87,15 @@ def run_label(run_dir: Path) -> str:
 
 def remove_tree(path: Path) -> None:
     """Removes a directory whatever modes a command left on it. Raises SandboxError naming what could not be removed."""
-    command = ["rm", "-rf", "--", str(path)]
+    command = ["/bin/rm", "-rf", "--", str(path)]
     if os.geteuid() != 0 and shutil.which("unshare"):
         # Root of our own user namespace may enter our own unreadable directories.
         command = ["unshare", "--user", "--map-root-user", *command]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True)
+    for _ in range(3):  # processes of a killed run may still be ending, and writing, in there
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True)
+        if not path.exists():
+            return
+        time.sleep(0.2)
     if path.exists():
         reason = done.stderr.decode("utf-8", "replace").strip()[:400]
         raise SandboxError(f"cannot remove the leftover sandbox directory {path}: {reason}")

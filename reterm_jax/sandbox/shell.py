@@ -98,23 +98,28 @@ def shell_line(fd: int, *, workdir: str, fresh: bool = False, env_names: Iterabl
     )
 
 
-def timed(argv: list[str], timeout: float, program: str = "timeout") -> list[str]:
-    """`argv` under a time limit inside the sandbox: SIGTERM at `timeout` seconds, SIGKILL GRACE seconds later.
+def seconds(timeout: float) -> str:
+    """A time limit as the program `timeout` takes it; raises ValueError unless 0 < timeout < infinity.
 
-    Raises ValueError unless 0 < timeout < infinity.
+    The limit is kept by that program inside the sandbox: SIGTERM at `timeout` seconds, SIGKILL GRACE seconds later.
     """
     if not 0 < timeout < math.inf:
         raise ValueError(f"timeout must be a positive number of seconds, got {timeout}")
-    return [program, "-k", f"{GRACE:g}", f"{max(timeout, 0.001):.3f}", *argv]
+    return f"{max(timeout, 0.001):.3f}"
 
 
 def ulimits(limits: Limits, timeout: float) -> str:
     """Shell text that applies `limits`, for use in front of a command line."""
     cpu_seconds = math.ceil(timeout * max(limits.cpus, 1.0)) + 5
-    return (
-        f"ulimit -c 0 -u {limits.processes} -d {limits.memory_mb * 1024} -f {limits.file_mb * 1024} "
-        f"-t {cpu_seconds} 2>/dev/null; "
-    )
+    values = {
+        "c": 0,
+        "u": limits.processes,
+        "d": limits.memory_mb * 1024,
+        "f": limits.file_mb * 1024,
+        "t": cpu_seconds,
+    }
+    # One by one: a limit that is already lower than ours cannot be raised, and must not stop the others.
+    return "{ " + "".join(f"ulimit -{key} {value}; " for key, value in values.items()) + "} 2>/dev/null; "
 
 
 def check_env(env: Mapping[str, str]) -> dict[str, str]:

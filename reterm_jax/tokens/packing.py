@@ -1,4 +1,4 @@
-"""Packing documents of different lengths into rows of one length, so that few tokens are padding and few shapes exist."""
+"""Packing documents of different lengths into rows of one length: little padding, few shapes to compile."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -16,7 +16,7 @@ class Example:
 
     Attributes:
         ids: token ids, [n] with n ≥ 2.
-        loss_mask: [n] bool, true where the token itself is trained on. The first token has no prediction: it must be false.
+        loss_mask: [n] bool, true where the token itself is trained on; false for the first one, which nothing predicts.
         advantage: one number for the document, or [n].
         old_logprobs: [n] the sampler's log-probabilities of the tokens; None where there is no sampler (SFT).
         weight: factor on the document's loss, for example to mix root and recovery attempts.

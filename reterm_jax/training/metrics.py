@@ -1,4 +1,4 @@
-"""Scalars of a run: JSON lines (complete, for programs) and TensorBoard (for people), and the console's progress line."""
+"""Scalars of a run: JSON lines (for programs), TensorBoard (for people), and the console's progress line."""
 
 import json
 import math
@@ -70,7 +70,9 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         except json.JSONDecodeError as error:
             if number == len(lines):
                 break
-            raise ValueError(f"{path}, line {number}: not JSON ({error}); remove the line or start a new workdir") from None
+            raise ValueError(
+                f"{path}, line {number}: not JSON ({error}); remove the line or start a new workdir"
+            ) from None
     return records
 
 

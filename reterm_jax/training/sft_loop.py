@@ -99,7 +99,9 @@ def run(
     def report(step: int, tokens: int, scalars: dict[str, Any]) -> None:
         scalars = {name: float(value) for name, value in scalars.items()}  # waits for the update
         speed = clock.tick(step, tokens)
-        values = metrics.write(step, {**scalars, "train/tokens_per_second": speed, "train/epoch": step / data.steps_per_epoch})
+        values = metrics.write(
+            step, {**scalars, "train/tokens_per_second": speed, "train/epoch": step / data.steps_per_epoch}
+        )
         if values["train/skipped"]:
             log(f"{phase}: update {step} was skipped, its gradient is not finite or it has no loss tokens")
         if step % config.log_every == 0 or step == total:

@@ -145,7 +145,9 @@ def test_a_kill_while_saving_leaves_the_previous_step_whole(tmp_path):
     state = TrainState(params={str(i): jnp.zeros((256, 256)) for i in range(20)}, opt_state=(), step=jnp.int32(0))
     reported = 0
     for delay in (0.03, 0.08, 0.15):
-        writer = subprocess.Popen([sys.executable, "-c", SAVE_FOREVER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+        writer = subprocess.Popen(
+            [sys.executable, "-c", SAVE_FOREVER, str(tmp_path)], stdout=subprocess.PIPE, text=True
+        )
         for _ in range(2):
             reported = int(writer.stdout.readline())
         time.sleep(delay)

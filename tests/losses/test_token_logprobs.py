@@ -93,7 +93,11 @@ def _sizes(jaxpr):
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [({"temperature": 0.0}, "temperature"), ({"chunk": 0}, "chunk"), ({"targets_BT": jnp.zeros((B, T + 1), int)}, "fit")],
+    [
+        ({"temperature": 0.0}, "temperature"),
+        ({"chunk": 0}, "chunk"),
+        ({"targets_BT": jnp.zeros((B, T + 1), int)}, "fit"),
+    ],
 )
 def test_bad_arguments_are_refused(inputs, change, message):
     hidden, head, targets, _ = inputs

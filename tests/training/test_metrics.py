@@ -3,14 +3,20 @@ import json
 import numpy as np
 import pytest
 from tensorboardX.proto import event_pb2
-from tensorboardX.record_writer import RecordWriter  # noqa: F401  (its presence says that event files are TFRecords)
 
-from reterm_jax.training.metrics import FILE_NAME, MetricsWriter, format_number, format_progress, format_seconds, read_metrics
+from reterm_jax.training.metrics import (
+    FILE_NAME,
+    MetricsWriter,
+    format_number,
+    format_progress,
+    format_seconds,
+    read_metrics,
+)
 
 
 def test_lines_hold_step_time_and_values(tmp_path):
     with MetricsWriter(tmp_path, tensorboard=False) as writer:
-        assert writer.write(1, {"train/loss": np.float32(0.5), "eval/pass_at_1": 1}) == {"train/loss": 0.5, "eval/pass_at_1": 1}
+        assert writer.write(1, {"train/loss": np.float32(0.5), "n": 1}) == {"train/loss": 0.5, "n": 1}
         writer.write(2, {"train/loss": float("nan")})
         # Every line is on disk at once: a killed run keeps all of its steps.
         first, second = [json.loads(line) for line in (tmp_path / FILE_NAME).read_text().splitlines()]
@@ -50,6 +56,7 @@ def test_tensorboard_gets_the_same_values(tmp_path):
 
 
 def events(path):
+    """The records of a TFRecord file: length, its checksum, data, its checksum."""
     data, at = path.read_bytes(), 0
     while at < len(data):
         size = int.from_bytes(data[at : at + 8], "little")
@@ -63,7 +70,8 @@ def test_console_line():
 
 
 @pytest.mark.parametrize(
-    ("value", "text"), [(0, "0"), (2.5e6, "2.5M"), (9876, "9876"), (-0.5, "-0.5"), (2e-5, "2.0e-05"), (float("nan"), "nan")]
+    ("value", "text"),
+    [(0, "0"), (2.5e6, "2.5M"), (9876, "9876"), (-0.5, "-0.5"), (2e-5, "2.0e-05"), (float("nan"), "nan")],
 )
 def test_numbers(value, text):
     assert format_number(value) == text

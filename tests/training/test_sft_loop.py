@@ -15,7 +15,8 @@ CONFIG = SFTConfig(epochs=2, row_length=16, rows_per_update=2, seed=3, log_every
 def job(policy, examples):
     data = PackedEpochs(examples, CONFIG)
     optimizer = make_optimizer(OptimizerConfig(learning_rate=0.01, schedule="linear"), policy.specs, data.total_steps)
-    return data, optimizer, make_sft_step(policy.config, StepConfig(micro_rows=2), optimizer, policy.mesh, policy.shardings)
+    step = make_sft_step(policy.config, StepConfig(micro_rows=2), optimizer, policy.mesh, policy.shardings)
+    return data, optimizer, step
 
 
 def test_each_epoch_visits_every_row_once_in_its_own_order(job):
@@ -48,17 +49,17 @@ def test_a_run_stopped_after_a_checkpoint_ends_exactly_like_an_unbroken_one(tmp_
                 raise KeyboardInterrupt
             return step(state, batch)
 
-        with Checkpointer(directory / "checkpoints") as saved, MetricsWriter(
-            directory, resume_step=resume_step, tensorboard=False
-        ) as metrics:
+        with (
+            Checkpointer(directory / "checkpoints") as saved,
+            MetricsWriter(directory, resume_step=resume_step, tensorboard=False) as metrics,
+        ):
             if resume_step:
                 assert saved.latest_step == resume_step
                 state, metadata = saved.restore(policy.abstract_state(optimizer))
                 assert metadata["examples"] == 8
             try:
-                state = run(
-                    data, state, limited, CONFIG, checkpointer=saved, metrics=metrics, metadata={"examples": 8}, log=lines.append
-                )
+                options = {"checkpointer": saved, "metrics": metrics, "metadata": {"examples": 8}, "log": lines.append}
+                state = run(data, state, limited, CONFIG, **options)
             except KeyboardInterrupt:
                 return None, lines
         return state, lines

@@ -16,7 +16,9 @@ from reterm_jax.training.steps import StepConfig, make_rl_step
 
 config = QwenConfig("qwen3", 32, 16, 24, 2, 2, 2, 8, ("full_attention",) * 2, compute_dtype="float32", remat="none")
 rng = np.random.default_rng(0)
-examples = [Example(rng.integers(0, 32, n), np.arange(n) > 1, float(rng.normal()), np.full(n, -3.0)) for n in range(4, 17)]
+examples = [
+    Example(rng.integers(0, 32, n), np.arange(n) > 1, float(rng.normal()), np.full(n, -3.0)) for n in range(4, 17)
+]
 batch, _ = pack(examples, length=16)
 results = []
 for name in ("adamw", "muon"):
@@ -28,8 +30,7 @@ for name in ("adamw", "muon"):
         step = make_rl_step(config, StepConfig(micro_rows=4), optimizer, mesh, shardings)
         for _ in range(2):
             state, metrics = step(state, batch)
-        for params, shards in ((state.params, shardings),):
-            jax.tree.map(lambda x, s: None if x.sharding == s else 1 / 0, params, shards)
+        assert jax.tree.all(jax.tree.map(lambda x, s: x.sharding == s, state.params, shardings))
         spread = {len(x.sharding.device_set) for x in jax.tree.leaves(state)}
         assert spread == {axes[0] * axes[1] * axes[2]}, spread
         moments = [x for x in jax.tree.leaves(state.opt_state) if x.ndim > 1]

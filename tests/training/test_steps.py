@@ -1,3 +1,5 @@
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -102,7 +104,7 @@ def test_updates_of_many_sizes_share_few_compilations(policy, examples):
 
 
 def test_a_gradient_that_is_not_finite_is_skipped(rl, policy, examples):
-    broken = Example(examples[0].ids, examples[0].loss_mask, advantage=float("nan"), old_logprobs=examples[0].old_logprobs)
+    broken = dataclasses.replace(examples[0], advantage=float("nan"))
     grads, metrics = rl([broken, *examples[1:]])
     assert metrics["train/skipped"] == 1
     jax.tree.map(lambda g: np.testing.assert_array_equal(g, 0), grads)

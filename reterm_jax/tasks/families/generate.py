@@ -78,7 +78,8 @@ def generate(
     tasks = []
     for name in families:
         family = FAMILIES[name]
-        for index, (names, obstacle) in enumerate(_instances(family, split, per_family, seed)):
+        # All are drawn before the first is written: too large a number must not leave half a set.
+        for index, (names, obstacle) in enumerate(list(_instances(family, split, per_family, seed))):
             path = out / f"{name}-{split}-{index:04d}"
             _write(path, family, names, obstacle, split)
             tasks.append(Task.load(path))

@@ -1,0 +1,75 @@
+"""What only Docker sandboxes do."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from reterm_jax.sandbox import SandboxError
+from reterm_jax.sandbox.reaper import run_label
+
+if TYPE_CHECKING:
+    from conftest import Bench
+
+pytestmark = pytest.mark.parametrize("bench", ["docker"], indirect=True)
+
+
+async def test_container_is_confined(bench: Bench) -> None:
+    bench.set_task(memory_mb=256, cpus=64)
+    box = await bench.start()
+    attributes: Any = box._container.client.api.inspect_container(box.id)
+    host = attributes["HostConfig"]
+    assert host["CapDrop"] == ["ALL"] and not host["Privileged"] and not host["Binds"]
+    assert host["SecurityOpt"] == ["no-new-privileges:true"] and host["NetworkMode"] == "none"
+    assert host["PidsLimit"] == 512 and host["Memory"] == host["MemorySwap"] == 256 << 20 and host["NanoCpus"] > 0
+    labels = attributes["Config"]["Labels"]
+    assert labels["reterm.run"] == "test" and labels["reterm.run_dir"] == run_label(bench.run_dir)
+    assert labels["reterm.owner"].startswith("host-")
+
+
+async def test_live_processes_are_recorded_and_not_in_forks(bench: Bench) -> None:
+    box = await bench.start()
+    assert (await box.snapshot()).live_processes == ()
+    await bench.sh(box, "setsid sleep 85.5 >/dev/null 2>&1 &")
+    assert await bench.sh(box, "pgrep -fc 'sleep 85.5'") == "1\n"
+    snapshot = await box.snapshot()
+    assert snapshot.live_processes == ("sleep 85.5",)
+    fork = await bench.host.fork(snapshot, bench.task)
+    assert await bench.sh(fork, "pgrep -fc 'sleep 85.5' || true") == "0\n"
+
+
+async def test_background_processes_outlive_a_later_time_limit(bench: Bench) -> None:
+    box = await bench.start()
+    await bench.sh(box, "sleep 85.5 &")
+    assert (await box.exec("sleep 60", timeout=0.5)).timed_out
+    assert await bench.sh(box, "pgrep -fc '^sleep 85.5'; pgrep -fc '^sleep 60' || true") == "1\n0\n"
+
+
+async def test_agent_removes_its_shell(bench: Bench) -> None:
+    box = await bench.start()
+    await box.exec("rm /bin/bash", timeout=20)
+    result = await box.exec("true", timeout=20)
+    assert result.exit_code == 126 and "bash" in result.output
+
+
+async def test_images_and_networks(bench: Bench) -> None:
+    bench.set_task({"a": ""}, docker_image="reterm-sandbox-base")
+    assert await bench.sh(await bench.start(), "pwd") == "/app\n"
+    bench.set_task({"b": ""}, docker_image="reterm-sandbox-base:missing")
+    with pytest.raises(SandboxError, match=r"sandbox_base/build\.sh"):
+        await bench.start()
+    bench.set_task({"c": ""}, network_mode="allowlist")
+    with pytest.raises(SandboxError, match="network_mode"):
+        await bench.start()
+    bench.set_task({"Dockerfile": "FROM scratch\nCOPY Dockerfile /\n"})
+    with pytest.raises(SandboxError, match="task example"):
+        await bench.start()
+
+
+async def test_user(bench: Bench) -> None:
+    bench.set_task({"Dockerfile": "FROM reterm-sandbox-base\nRUN chown agent /app\n"})
+    box = await bench.start()
+    assert await bench.sh(box, "id -un; cd /tmp; export A=1", user="agent") == "agent\n"
+    assert await bench.sh(box, "pwd; echo $A", user="agent") == "/tmp\n1\n"
+    assert await bench.sh(box, "id -un", user="root", fresh=True) == "root\n"
