@@ -45,7 +45,7 @@ def get_config() -> ml_collections.ConfigDict:
     # The paper does not publish its agent limits for training; these fit the tiny tasks.
     c.agent = ml_collections.ConfigDict()
     c.agent.max_turns = 6
-    c.agent.max_tokens = 640  # a root attempt's budget; a recovery gets as much again on top of its prefix
+    c.agent.max_tokens = 768  # of a whole transcript, the prefix of a recovery included
     c.agent.max_turn_tokens = 64
     c.agent.command_timeout = 5.0
     c.agent.attempt_timeout = 60.0
@@ -56,7 +56,7 @@ def get_config() -> ml_collections.ConfigDict:
     c.base = ml_collections.ConfigDict()  # warm-up on scripted first attempts
     c.base.examples = 1500
     c.base.epochs = 6
-    c.base.learning_rate = 2e-3
+    c.base.learning_rate = 5e-3
 
     c.sft = ml_collections.ConfigDict()  # cold start on recovery demonstrations
     c.sft.examples = 200
@@ -65,7 +65,9 @@ def get_config() -> ml_collections.ConfigDict:
     c.sft.learning_rate = 5e-4
 
     for stage in (c.base, c.sft):
-        stage.batch_rows = 8
+        stage.optimizer = "muon"
+        stage.batch_rows = 2
+        stage.micro_rows = 2
         stage.row_length = 1024
         stage.warmup = 0.05
         stage.schedule = "cosine"
@@ -90,7 +92,8 @@ def get_config() -> ml_collections.ConfigDict:
     c.rl.weight_decay = 0.0
     c.rl.clip_norm = 1.0
     c.rl.updates = 2  # optimizer updates a step, over disjoint halves of its groups
-    c.rl.batch_rows = 8
+    c.rl.optimizer = "adamw"
+    c.rl.micro_rows = 2
     c.rl.row_length = 1024
     c.rl.save_every = 3
 

@@ -41,12 +41,37 @@ def run_main(main: Callable[[Sequence[str]], None], *, positional: int = 0) -> N
 
 
 def _known_errors() -> tuple[type[BaseException], ...]:
+    """Errors whose message is for the user. Imported late, so that `--help` is quick."""
     from reterm_jax.checkpoint.checkpointer import CheckpointError
+    from reterm_jax.evaluation.harbor_job import HarborError
+    from reterm_jax.evaluation.journal import JournalError
+    from reterm_jax.evaluation.json_codec import RecordError
+    from reterm_jax.evaluation.view import ViewError
+    from reterm_jax.policy.config import ConfigError
     from reterm_jax.policy.hf import WeightsError
+    from reterm_jax.policy.sharding import ShardingError
+    from reterm_jax.recovery.dataset import DatasetError
     from reterm_jax.sandbox.base import SandboxError
     from reterm_jax.tasks.task import TaskError
+    from reterm_jax.tokens.chat import ChatFormatError
+    from reterm_jax.training.workdir import WorkdirError
 
-    return (UserError, TaskError, SandboxError, CheckpointError, WeightsError)
+    return (
+        CheckpointError,
+        ChatFormatError,
+        ConfigError,
+        DatasetError,
+        HarborError,
+        JournalError,
+        RecordError,
+        SandboxError,
+        ShardingError,
+        TaskError,
+        UserError,
+        ViewError,
+        WeightsError,
+        WorkdirError,
+    )
 
 
 def _remedy(error: OSError) -> str:

@@ -8,7 +8,9 @@ from ml_collections import config_flags
 from reterm_jax.cli import common
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Experiment, e.g. configs/quickstart.py.", lock_config=True)
-_WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the run: checkpoints, metrics, report. Resumed if it exists.")
+_WORKDIR = flags.DEFINE_string(
+    "workdir", None, "Directory of the run: checkpoints, metrics, report. Resumed if it exists."
+)
 flags.mark_flags_as_required(["config", "workdir"])
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 from reterm_jax.agent.episode import AgentLimits, Attempt, FailureState, run_attempt
 from reterm_jax.rollout.samplers.base import Sampler
-from reterm_jax.sandbox.base import SandboxError, SandboxHost, Snapshot
+from reterm_jax.sandbox.base import SandboxError, SandboxHost
 from reterm_jax.tasks.outcome import Outcome
 from reterm_jax.tasks.task import Task
 from reterm_jax.tokens.chat import ChatFormat
@@ -42,6 +42,7 @@ class Roller:
     Attributes:
       concurrent: attempts (each with a sandbox) alive at once.
       retry_message: text that opens a recovery, in the tool role.
+      temperature: of sampling; the trainer's logprobs must use the same.
     """
 
     host: SandboxHost
@@ -50,13 +51,16 @@ class Roller:
     limits: AgentLimits
     concurrent: int
     retry_message: str
+    temperature: float = 1.0
 
-    async def root_group(self, task: Task, size: int, seed: str, gate: asyncio.Semaphore, keep: bool) -> tuple[Group, list]:
+    async def root_group(
+        self, task: Task, size: int, seed: str, gate: asyncio.Semaphore, keep: bool
+    ) -> tuple[Group, list]:
         """Runs `size` attempts from the task's start. Returns the group and the failure states of its failures."""
 
         async def one(index: int):
             name = f"{seed}/{index}"
-            return await self._attempt(task, name, gate, start=None, keep=keep)
+            return await self.attempt(task, name, gate, start=None, keep=keep)
 
         results = await asyncio.gather(*(one(i) for i in range(size)))
         states = [state for _, state in results if state is not None]
@@ -68,14 +72,15 @@ class Roller:
         """Runs `forks` independent recoveries from one failure state."""
 
         async def one(index: int):
-            attempt, _ = await self._attempt(task, f"{seed}/{index}", gate, start=state, keep=False)
+            attempt, _ = await self.attempt(task, f"{seed}/{index}", gate, start=state, keep=False)
             return attempt
 
         return Group("recovery", task.id, tuple(await asyncio.gather(*(one(i) for i in range(forks)))), state)
 
-    async def _attempt(
+    async def attempt(
         self, task: Task, name: str, gate: asyncio.Semaphore, *, start: FailureState | None, keep: bool
     ) -> tuple[Attempt, FailureState | None]:
+        """One attempt called `name`, which also seeds it; with `keep`, the failure state that it left, if it failed."""
         async with gate:
             sandbox = None
             try:
@@ -91,35 +96,20 @@ class Roller:
                     retry_message=self.retry_message if start else None,
                     keep_failure=keep,
                     attempt_id=name,
+                    temperature=self.temperature,
+                    release=self.host.release,
                 )
             except SandboxError as error:
                 # A fault of the environment says nothing of the policy: dropped from the group, counted, never 0.
                 logging.warning("attempt %s on %s: sandbox fault: %s", name, task.id, error)
-                return _not_run(task, name, start, str(error)), None
+                outcome = Outcome(None, "env_error", str(error))
+                depth = start.depth + 1 if start else 0
+                return Attempt.not_run(name, task.id, outcome, parent=start.id if start else None, depth=depth), None
             finally:
                 if sandbox is not None:
                     await sandbox.close()
                 await self.sampler.end(name)
-        return attempt, _failure_state(attempt, snapshot)
-
-
-def _not_run(task: Task, name: str, start: FailureState | None, detail: str) -> Attempt:
-    return Attempt.not_run(name, task.id, Outcome(None, "env_error", detail), parent=start.id if start else None)
-
-
-def _failure_state(attempt: Attempt, snapshot: Snapshot | None) -> FailureState | None:
-    if snapshot is None:
-        return None
-    return FailureState(
-        id=attempt.id,
-        task_id=attempt.task_id,
-        snapshot=snapshot,
-        transcript=attempt.transcript,
-        turns=attempt.turns,
-        version=attempt.version,
-        depth=attempt.depth,
-        attempt_id=attempt.id,
-    )
+        return attempt, FailureState.of(attempt, snapshot) if snapshot is not None else None
 
 
 def seed_of(name: str) -> int:

@@ -60,17 +60,18 @@ def load_model(directory: Path, *, dtype: str, mesh_sizes: ConfigDict) -> Model:
 
 
 def write_tiny_model(directory: Path, sizes: ConfigDict, corpus: Iterable[str]) -> None:
-    """Writes the config and tokenizer of the quickstart's own small Qwen3.5. Repeatable; done once.
+    """Writes the config and tokenizer of the quickstart's own small Qwen3.5; config.json comes last.
 
     Args:
       sizes: `config.model` of the quickstart.
       corpus: texts whose words become tokens.
     """
-    if (directory / "config.json").exists():
-        return
+    from transformers import AutoTokenizer
+
     from reterm_jax.tokens import tiny_tokenizer
 
-    tokenizer = tiny_tokenizer.build(corpus, directory)
+    tiny_tokenizer.build(corpus, directory)
+    tokenizer = AutoTokenizer.from_pretrained(directory)
     config = {
         "model_type": "qwen3_5_text",
         "architectures": ["Qwen3_5ForCausalLM"],

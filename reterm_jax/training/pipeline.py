@@ -7,26 +7,30 @@ its last checkpoint. The function `run` below reads like the method.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import logging
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 from ml_collections import ConfigDict
 
-from reterm_jax.agent.episode import AgentLimits
+from reterm_jax.agent.attempt import AgentLimits
 from reterm_jax.checkpoint.checkpointer import Checkpointer
 from reterm_jax.policy.spec import abstract_params, param_specs
+from reterm_jax.recovery.dataset import Row
 from reterm_jax.rollout.groups import Roller
 from reterm_jax.rollout.samplers.jax import JaxSampler
 from reterm_jax.sandbox import SandboxHost, make_host
 from reterm_jax.tasks import families
 from reterm_jax.tasks.task import Task, load_tasks
-from reterm_jax.training import demonstrations, report_stage, rl_loop, sft_loop
-from reterm_jax.training.metrics import MetricsWriter
+from reterm_jax.tokens.packing import Example
+from reterm_jax.training import demonstrations, judging, rl_loop, sft_loop
+from reterm_jax.training.metrics import MetricsWriter, format_progress
 from reterm_jax.training.model import Model, load_model, write_tiny_model
 from reterm_jax.training.optimizer import OptimizerConfig, make_optimizer
 from reterm_jax.training.state import abstract_state, state_from_params
@@ -62,46 +66,92 @@ class _Stages:
     def __init__(self, config: ConfigDict, work: Workdir, host: SandboxHost):
         self.config, self.work, self.host = config, work, host
         self.train_tasks, self.test_tasks = self._tasks()
-        self.model = self._model()
-        limits = {k: v for k, v in config.agent.items() if k != "retry_message"}
-        self.limits = AgentLimits(**limits)
-        self.abstract = jax.tree.map(
-            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-            abstract_params(self.model.config),
-            self.model.shardings,
-        )
+        self.limits = AgentLimits(**{k: v for k, v in config.agent.items() if k != "retry_message"})
 
     async def run(self) -> None:
-        config, model = self.config, self.model
-        params = model.initial_params(config.seed, pretrained=bool(config.model.path))
+        config = self.config
+        self.model = await self._model()
+        params = self.model.initial_params(config.seed, pretrained=bool(config.model.path))
         if not config.model.path:
-            examples = await demonstrations.warm_up_examples(self)
-            params = self._supervised("base", config.base, examples, params)
+            params = self._supervised("base", config.base, await self._first_attempts(), params)
         base_params = params
 
         sampler = self._sampler(base_params)
-        rows = await demonstrations.collect(self, sampler)
-        params = self._supervised("sft", config.sft, demonstrations.to_examples(rows, model.chat), params)
-        sft_params = params
+        rows = await self._demonstrations(sampler)
+        examples = demonstrations.recovery_examples(rows, self.model.chat)
+        sft_params = self._supervised("sft", config.sft, examples, base_params)
 
-        params = await self._reinforce(sampler, params)
+        rl_params = await self._reinforce(sampler, sft_params)
 
-        policies = {"base": base_params, "SFT": sft_params, self.rl_name: params}
-        await report_stage.evaluate_and_report(self, sampler, policies)
+        policies = {"base": (base_params, -1), "SFT": (sft_params, 0), self.rl_name: (rl_params, config.rl.steps)}
+        await judging.evaluate(config, self.work, self._roller(sampler), sampler, self.test_tasks, policies)
+
+    async def _first_attempts(self) -> list[Example]:
+        """Scripted first attempts, from which a model without pretraining learns how to act at all."""
+        config = self.config
+        with self._counted("base data") as progress:
+            attempts = await demonstrations.scripted_attempts(
+                self.host,
+                self.model.chat,
+                self.limits,
+                self.train_tasks,
+                config.base.examples,
+                seed=config.seed,
+                concurrent=config.sandbox.concurrent,
+                path=self.work.root / "data" / "first_attempts.jsonl",
+                progress=progress,
+            )
+        return demonstrations.supervised_examples(attempts)
+
+    async def _demonstrations(self, sampler: JaxSampler) -> list[Row]:
+        """Recoveries by the expert, from the base model's own failures and from scripted ones."""
+        config = self.config
+        sampled = round(config.sft.examples * config.sft.sampled_fraction)
+        rows: list[Row] = []
+        for name, failures, wanted in (
+            ("sampled", lambda task, seed: sampler, sampled),
+            ("scripted", None, config.sft.examples - sampled),
+        ):
+            with self._counted(f"sft data, {name}") as progress:
+                rows += await demonstrations.recoveries(
+                    self.host,
+                    self.model.chat,
+                    self.limits,
+                    self.train_tasks,
+                    failures,
+                    seed=config.seed,
+                    wanted=wanted,
+                    concurrent=config.sandbox.concurrent,
+                    retry_message=config.agent.retry_message,
+                    path=self.work.root / "data" / f"recoveries_{name}.jsonl",
+                    progress=progress,
+                )
+        return rows
+
+    @contextlib.contextmanager
+    def _counted(self, name: str) -> Iterator[Callable[[int, int], None]]:
+        """A progress callback that prints every tenth part."""
+
+        def progress(done: int, total: int) -> None:
+            if done % max(1, total // 10) == 0 or done == total:
+                print(format_progress(name, done, total, {}), flush=True)
+
+        yield progress
 
     @property
     def rl_name(self) -> str:
         return "ReTerm-GRPO" if self.config.rl.states else "GRPO"
 
-    def roller(self, sampler: JaxSampler, *, concurrent: int | None = None) -> Roller:
-        """What attempts need, around the given sampler."""
+    def _roller(self, sampler: JaxSampler) -> Roller:
+        config = self.config
         return Roller(
             self.host,
             sampler,
             self.model.chat,
             self.limits,
-            concurrent or self.config.sandbox.concurrent,
-            self.config.agent.retry_message,
+            config.sandbox.concurrent,
+            config.agent.retry_message,
+            config.rl.temperature,
         )
 
     def _sampler(self, params: Any) -> JaxSampler:
@@ -110,8 +160,7 @@ class _Stages:
             self.model.config,
             stop_id=self.model.stop_id,
             slots=self.config.sandbox.concurrent,
-            # A recovery has its inherited prefix in context and as large a budget of its own.
-            max_len=2 * self.config.agent.max_tokens,
+            max_len=self.config.agent.max_tokens,
         )
 
     def _tasks(self) -> tuple[Sequence[Task], Sequence[Task]]:
@@ -124,14 +173,24 @@ class _Stages:
             for split, count in (("train", tasks.train_per_family), ("test", tasks.test_per_family))
         )
 
-    def _model(self) -> Model:
-        model = self.config.model
-        directory = self.work.root / "model"
-        if model.path:
-            directory = model.path
-        else:
-            write_tiny_model(directory, model, demonstrations.corpus(self))
-        return load_model(directory, dtype=model.dtype, mesh_sizes=self.config.mesh)
+    async def _model(self) -> Model:
+        config, directory = self.config, self.work.root / "model"
+        if config.model.path:
+            directory = Path(config.model.path)
+        elif not (directory / "config.json").exists():
+            texts = await demonstrations.corpus(
+                self.host, self.train_tasks, seed=config.seed, retry_message=config.agent.retry_message
+            )
+            write_tiny_model(directory, config.model, texts)
+        return load_model(directory, dtype=config.model.dtype, mesh_sizes=config.mesh)
+
+    @property
+    def _abstract_params(self) -> Any:
+        return jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+            abstract_params(self.model.config),
+            self.model.shardings,
+        )
 
     def _fingerprint(self) -> str:
         return hashlib.sha256(json.dumps(self.config.to_dict(), sort_keys=True).encode()).hexdigest()[:16]
@@ -154,7 +213,7 @@ class _Stages:
         with Checkpointer(directory / "checkpoints", fingerprint=self._fingerprint()) as checkpointer:
             with self.work.phase(name) as pending:
                 if not pending:
-                    return checkpointer.restore_params(self.abstract)
+                    return checkpointer.restore_params(self._abstract_params)
                 loop = sft_loop.SFTConfig(
                     epochs=stage.epochs,
                     row_length=stage.row_length,
@@ -182,7 +241,7 @@ class _Stages:
         with Checkpointer(self.work.root / "rl" / "checkpoints", fingerprint=self._fingerprint()) as checkpointer:
             with self.work.phase("rl") as pending:
                 if not pending:
-                    return checkpointer.restore_params(self.abstract)
+                    return checkpointer.restore_params(self._abstract_params)
                 optimizer = self._optimizer(rl, rl.steps * rl.updates)
                 first = checkpointer.latest_step or 0
                 if first:
@@ -203,11 +262,11 @@ class _Stages:
                 loop = rl_loop.RLConfig(
                     seed=self.config.seed, **{f: rl[f] for f in rl_loop.RLConfig.__dataclass_fields__ if f != "seed"}
                 )
-                with MetricsWriter(self.work.root, resume_step=first) as metrics:
+                with MetricsWriter(self.work.root / "rl", resume_step=first) as metrics:
                     state = await rl_loop.run(
                         loop,
                         self.train_tasks,
-                        self.roller(sampler),
+                        self._roller(sampler),
                         sampler,
                         state,
                         step,

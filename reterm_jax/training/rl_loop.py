@@ -160,7 +160,9 @@ def _train(
             continue
         batch, _ = pack([examples[i] for i in part], length=config.row_length)
         state, scalars = train_step(state, batch)
-        collected.append({**{k: float(v) for k, v in scalars.items()}, "train/padding_fraction": batch.padding_fraction})
+        collected.append(
+            {**{k: float(v) for k, v in scalars.items()}, "train/padding_fraction": batch.padding_fraction}
+        )
     return state, {key: float(np.mean([c[key] for c in collected])) for key in collected[0]}
 
 

@@ -80,7 +80,9 @@ def open_workdir(root: str | os.PathLike[str], config: Mapping[str, Any]) -> Ite
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            raise WorkdirError(f"{path} is in use by another process; wait for it or choose another --workdir") from error
+            raise WorkdirError(
+                f"{path} is in use by another process; wait for it or choose another --workdir"
+            ) from error
         workdir = Workdir(path)
         known = workdir.read_json("config.json")
         if known is None:

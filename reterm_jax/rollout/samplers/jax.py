@@ -1,13 +1,15 @@
 """The in-process sampler: continuous batching over a fixed number of cache slots, on the trainer's own parameters.
 
-Each session (an attempt) holds one slot whose cache survives between turns, so a turn costs only its new tokens. A
-session that names a `parent` starts from a copy of the parent's cache: the prefix of a fork is computed once.
+Each session (an attempt) holds one slot whose cache survives between turns, so a turn costs only its new tokens. What
+a first prompt leaves in the cache is kept for a while: attempts of one group begin with the same ids, so a task's prompt
+is computed once for all G attempts, and the history of a failed attempt once for all K forks.
 
 What is sampled does not depend on which requests happen to run together: every device call has one of a few fixed
 shapes, rows do not interact, and the noise of a token is a function of the request's seed and the token's index alone.
 """
 
 import asyncio
+import collections
 import dataclasses
 import functools
 from collections.abc import Sequence
@@ -33,6 +35,7 @@ class _Session:
     ids: list[int]  # the tokens that the slot's cache holds
     last_used: int = 0
     busy: bool = False
+    ended: bool = False  # to be freed as soon as it is no longer busy
 
 
 @dataclasses.dataclass
@@ -42,7 +45,6 @@ class _Request:
     temperature: float
     seed: int
     session: str
-    parent: str | None
     future: asyncio.Future
     out_ids: list[int] = dataclasses.field(default_factory=list)
     out_logprobs: list[float] = dataclasses.field(default_factory=list)
@@ -100,10 +102,14 @@ def _decode(params, config, cache, logits_SV, temperature_S, seed_S, index_S, le
     return cache, logits_SV, left_S, ids_NS, logprobs_NS
 
 
+@jax.jit
+def _take_slot(cache, logits_SV, slot):
+    return decode.fork(cache, slot[None]), logits_SV[slot]
+
+
 @functools.partial(jax.jit, donate_argnames=("cache", "logits_SV"))
-def _copy_slot(cache, logits_SV, source, target):
-    cache = _put_rows(cache, target[None], decode.fork(cache, source[None]))
-    return cache, logits_SV.at[target].set(logits_SV[source])
+def _put_slot(cache, logits_SV, slot, row, logits_V):
+    return _put_rows(cache, slot[None], row), logits_SV.at[slot].set(logits_V)
 
 
 def _put_rows(cache, slots_R, rows):
@@ -129,7 +135,15 @@ class JaxSampler:
     """
 
     def __init__(
-        self, params: Any, config: QwenConfig, *, stop_id: int, slots: int, max_len: int, version: int = 0, steps: int = 8
+        self,
+        params: Any,
+        config: QwenConfig,
+        *,
+        stop_id: int,
+        slots: int,
+        max_len: int,
+        version: int = 0,
+        steps: int = 8,
     ):
         self.config, self.stop_id, self.max_len, self.steps, self.slots = config, stop_id, max_len, steps, slots
         self.params, self.version = params, version
@@ -137,6 +151,7 @@ class JaxSampler:
         self._logits_SV = jnp.zeros((slots, config.vocab_size), jnp.float32)
         self._sessions: dict[str, _Session] = {}
         self._free = list(range(slots))[::-1]
+        self._prefixes: collections.OrderedDict[tuple[int, ...], Any] = collections.OrderedDict()
         self._waiting: list[_Request] = []
         self._running: dict[int, _Request] = {}
         self._engine: asyncio.Task | None = None
@@ -153,32 +168,53 @@ class JaxSampler:
             raise SamplerError(f"cannot update to version {version} while {len(self._running)} requests run")
         self.params, self.version = params, version
         self._sessions.clear()
+        self._prefixes.clear()
         self._free = list(range(self.slots))[::-1]
 
     async def generate(
-        self, ids: Sequence[int], *, max_tokens: int, temperature: float, seed: int, session: str, parent: str | None = None
+        self,
+        ids: Sequence[int],
+        *,
+        max_tokens: int,
+        temperature: float,
+        seed: int,
+        session: str,
+        parent: str | None = None,
     ) -> Completion:
-        """Continues `ids`. See `Sampler.generate`.
+        """Continues `ids`. See `Sampler.generate`; `parent` is not needed here, equal prompts are found by themselves.
 
         Raises:
           SamplerError: `ids` leave no room for a token within `max_len`.
         """
+        del parent
         room = self.max_len - len(ids)
         if room < 1 or not ids:
             raise SamplerError(f"session {session}: {len(ids)} prompt tokens do not fit a context of {self.max_len}")
         request = _Request(
-            list(ids), min(max_tokens, room), temperature, seed, session, parent, asyncio.get_running_loop().create_future()
+            list(ids), min(max_tokens, room), temperature, seed, session, asyncio.get_running_loop().create_future()
         )
         self._waiting.append(request)
         if self._engine is None or self._engine.done():
             self._engine = asyncio.create_task(self._run())
-        return await request.future
+        try:
+            return await request.future
+        except asyncio.CancelledError:
+            # Waiting: forgotten. Running: its slot is in a device call; it ends with that call.
+            self._waiting = [other for other in self._waiting if other is not request]
+            request.max_tokens = 0
+            raise
 
     async def end(self, session: str) -> None:
-        """Frees the session's slot once nothing can fork from it any more."""
-        held = self._sessions.pop(session, None)
+        """Frees the session's slot, or has it freed when its running request is over."""
+        held = self._sessions.get(session)
         if held is not None:
-            self._free.append(held.slot)
+            held.ended = True
+            self._release(session)
+
+    def _release(self, session: str) -> None:
+        held = self._sessions[session]
+        if held.ended and not held.busy:
+            self._free.append(self._sessions.pop(session).slot)
 
     async def _run(self) -> None:
         try:
@@ -212,21 +248,13 @@ class JaxSampler:
     def _open(self, request: _Request) -> _Session | None:
         if not self._free:
             # A session that is between turns gives up its slot; it is prefilled again when it comes back.
-            idle = [name for name, held in self._sessions.items() if not held.busy and name != request.parent]
+            idle = [name for name, held in self._sessions.items() if not held.busy]
             if not idle:
                 return None
             victim = min(idle, key=lambda name: self._sessions[name].last_used)
             self._free.append(self._sessions.pop(victim).slot)
-        slot = self._free.pop()
-        source = self._sessions.get(request.parent) if request.parent else None
-        if source is not None and not source.busy:
-            self._cache, self._logits_SV = _copy_slot(
-                self._cache, self._logits_SV, jnp.int32(source.slot), jnp.int32(slot)
-            )
-            held = _Session(slot, list(source.ids))
-        else:
-            held = _Session(slot, [])
-            self._reset(slot)
+        held = _Session(self._free.pop(), [])
+        self._reset(held.slot)
         self._sessions[request.session] = held
         return held
 
@@ -235,6 +263,7 @@ class JaxSampler:
 
     def _advance(self, admitted: list[_Request]) -> None:
         """Device work of one round: prefill of the admitted requests, then a few tokens of every running one."""
+        new_prompts: dict[tuple[int, ...], list[int]] = {}  # to the slots that begin with it
         by_width: dict[int, list[tuple[int, list[int]]]] = {}
         for request in admitted:
             held = self._sessions[request.session]
@@ -242,8 +271,14 @@ class JaxSampler:
                 # Not an extension of what the slot holds (or no new token, hence no logits of its own): start over.
                 self._reset(held.slot)
                 held.ids = []
-            new = request.ids[len(held.ids) :]
+            new, fresh = request.ids[len(held.ids) :], not held.ids
             held.ids = list(request.ids)
+            if fresh:
+                key = tuple(new)
+                if key in self._prefixes or key in new_prompts:
+                    new_prompts.setdefault(key, []).append(held.slot)
+                    continue
+                new_prompts[key] = [held.slot]
             self.tokens_prefilled += len(new)
             while len(new) > _PREFILL_WIDTHS[-1]:
                 self._prefill([(held.slot, new[: _PREFILL_WIDTHS[-1]])], _PREFILL_WIDTHS[-1])
@@ -253,6 +288,7 @@ class JaxSampler:
         for width, rows in by_width.items():
             for start in range(0, len(rows), _PREFILL_ROWS):
                 self._prefill(rows[start : start + _PREFILL_ROWS], width)
+        self._share(new_prompts)
 
         temperature_S = np.ones(self.slots, np.float32)
         seed_S, index_S, left_S = (np.zeros(self.slots, np.int32) for _ in range(3))
@@ -273,6 +309,19 @@ class JaxSampler:
             self._sessions[request.session].ids += ids
             self.tokens_sampled += len(ids)
 
+    def _share(self, new_prompts: dict[tuple[int, ...], list[int]]) -> None:
+        """Copies what a prompt left in one slot to the other slots that begin with it, and keeps it for later ones."""
+        for key, slots in new_prompts.items():
+            if key not in self._prefixes:
+                self._prefixes[key] = _take_slot(self._cache, self._logits_SV, jnp.int32(slots.pop(0)))
+            self._prefixes.move_to_end(key)
+            for slot in slots:
+                self._cache, self._logits_SV = _put_slot(
+                    self._cache, self._logits_SV, jnp.int32(slot), *self._prefixes[key]
+                )
+        while len(self._prefixes) > self.slots:
+            self._prefixes.popitem(last=False)
+
     def _prefill(self, rows: list[tuple[int, list[int]]], width: int) -> None:
         slots_R = np.full(_PREFILL_ROWS, self.slots, np.int32)
         tokens_RT = np.zeros((_PREFILL_ROWS, width), np.int32)
@@ -291,6 +340,7 @@ class JaxSampler:
                 continue
             del self._running[slot]
             self._sessions[request.session].busy = False
+            self._release(request.session)
             if not request.future.done():
                 request.future.set_result(
                     Completion(request.out_ids, request.out_logprobs, "stop" if stopped else "length", self.version)

@@ -1,0 +1,171 @@
+"""What the cold start learns from: scripted first attempts for a model without pretraining, and recoveries by an expert.
+
+Both run through the same episode loop, sandboxes and verifier as the policy's own attempts, and are kept in the workdir.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from reterm_jax.agent.attempt import AgentLimits, Attempt
+from reterm_jax.agent.episode import RETRY_MESSAGE, fixed_texts, run_attempt
+from reterm_jax.agent.scripted import ScriptedPolicy
+from reterm_jax.recovery.collect import Collector, FailureSource, scripted_failures
+from reterm_jax.recovery.dataset import Row, read_rows, row_transcript, write_rows
+from reterm_jax.sandbox.base import SandboxHost
+from reterm_jax.tasks import families
+from reterm_jax.tasks.families import names
+from reterm_jax.tasks.task import Task
+from reterm_jax.tokens.chat import ChatFormat
+from reterm_jax.tokens.packing import Example
+from reterm_jax.training.examples import attempt_example
+
+Progress = Callable[[int, int], None]
+
+
+async def corpus(host: SandboxHost, tasks: Sequence[Task], *, seed: int, retry_message: str) -> list[str]:
+    """Texts for the tiny tokenizer: all that is said in these families, and what terminals answer.
+
+    One failed attempt and its recovery are played for two tasks of each family and obstacle.
+    """
+
+    pools = (names.NOUNS, names.PLACES, names.COLORS, names.KEYS, names.TOOLS, names.SCRIPTS)
+    texts = [" ".join(pool) for pool in (*pools, names.EXTENSIONS, names.SUFFIXES)]
+    texts += [RETRY_MESSAGE, *fixed_texts(retry_message=retry_message)]
+    kinds: dict[tuple[str, str], list[Task]] = {}
+    for task in tasks:
+        kinds.setdefault((task.metadata["family"], task.metadata["obstacle"]), []).append(task)
+    for task in (task for kind in kinds.values() for task in kind[:2]):
+        texts.append(task.instruction)
+        rng = random.Random(f"{seed}/corpus/{task.id}")
+        sandbox = await host.start(task)
+        try:
+            history: list[tuple[str, str]] = []
+            for play in (lambda: families.failure(task, rng), lambda: families.expert(task, history, rng)):  # noqa: B023
+                for action in play():
+                    texts += [action.thought, action.command]
+                    if action == families.SUBMIT:
+                        break
+                    result = await sandbox.exec(action.command, timeout=10)
+                    history.append((action.command, result.output))
+                    texts.append(result.output)
+        finally:
+            await sandbox.close()
+    return texts
+
+
+async def scripted_attempts(
+    host: SandboxHost,
+    chat: ChatFormat,
+    limits: AgentLimits,
+    tasks: Sequence[Task],
+    count: int,
+    *,
+    seed: int,
+    concurrent: int,
+    path: Path,
+    progress: Progress,
+) -> list[Attempt]:
+    """`count` scripted first attempts on `tasks`, not judged; read from `path` where it exists, else written there."""
+    if path.exists():
+        return [Attempt.from_dict(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+    gate, done = asyncio.Semaphore(concurrent), 0
+
+    async def one(index: int) -> Attempt:
+        nonlocal done
+        task = tasks[index % len(tasks)]
+        actions = families.first_attempt(task, random.Random(f"{seed}/first/{index}"))
+        async with gate:
+            sandbox = await host.start(task)
+            try:
+                attempt, _ = await run_attempt(
+                    task, sandbox, ScriptedPolicy(chat, actions), chat, limits, seed=index, attempt_id=f"first/{index}"
+                )
+            finally:
+                await sandbox.close()
+        done += 1
+        progress(done, count)
+        return attempt
+
+    attempts = await asyncio.gather(*(one(index) for index in range(count)))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    partial.write_text("".join(json.dumps(a.to_dict()) + "\n" for a in attempts), encoding="utf-8")
+    partial.replace(path)
+    return list(attempts)
+
+
+async def recoveries(
+    host: SandboxHost,
+    chat: ChatFormat,
+    limits: AgentLimits,
+    tasks: Sequence[Task],
+    failures: FailureSource | None,
+    *,
+    seed: int,
+    wanted: int,
+    concurrent: int,
+    retry_message: str,
+    path: Path,
+    progress: Progress,
+) -> list[Row]:
+    """Demonstrations of the expert's recoveries; read from `path` where it exists, else collected and written there.
+
+    Args:
+      failures: whose failed attempts the expert takes over; None: scripted ones.
+      wanted: at most this many rows, over tasks in a seeded order.
+    """
+    if path.exists():
+        return read_rows(path)
+    source = failures or scripted_failures(
+        chat, lambda task, attempt_seed: families.failure(task, random.Random(attempt_seed))
+    )
+    collector = Collector(
+        host,
+        chat,
+        source,
+        lambda task, history, attempt_seed: families.expert(task, history, random.Random(attempt_seed)),
+        limits,
+        concurrent=concurrent,
+        retry_message=retry_message,
+    )
+    order = random.Random(f"{seed}/recoveries").sample(list(tasks), len(tasks))
+    rows: list[Row] = []
+    counts: dict[str, int] = {}
+    start, attempt_seed = 0, seed
+    while len(rows) < wanted:
+        chunk = order[start : start + max(8, wanted - len(rows))]
+        collection = await collector.collect(chunk, seed=attempt_seed, progress=progress)
+        rows += collection.rows
+        for name, count in collection.counts.items():
+            counts[name] = counts.get(name, 0) + count
+        start += len(chunk)
+        if start >= len(order):
+            start, attempt_seed = 0, attempt_seed + 1
+            if attempt_seed > seed + 20:
+                raise RuntimeError(
+                    f"only {len(rows)} of {wanted} demonstrations after 20 rounds over {len(order)} tasks ({counts}); "
+                    "ask for fewer, or give more tasks"
+                )
+    rows = rows[:wanted]
+    write_rows(path, rows)
+    print("  " + "  ".join(f"{name} {count}" for name, count in counts.items() if count))
+    return rows
+
+
+def supervised_examples(attempts: Sequence[Attempt]) -> list[Example]:
+    """Loss on all policy tokens."""
+    return [attempt_example(attempt) for attempt in attempts if attempt.turns]
+
+
+def recovery_examples(rows: Sequence[Row], chat: ChatFormat) -> list[Example]:
+    """Loss on the recovery's policy tokens only, from `train_from_message_index` on."""
+    examples = []
+    for row in rows:
+        ids, loss_mask, _, _ = row_transcript(row, chat).arrays()
+        examples.append(Example(ids=ids, loss_mask=loss_mask, name=row.id))
+    return examples

@@ -1,0 +1,161 @@
+"""The last stage: every policy on the same held-out tasks and the same failure states, then table and report."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import platform
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from ml_collections import ConfigDict
+
+from reterm_jax.agent.attempt import FailureState
+from reterm_jax.agent.scripted import ScriptedPolicy
+from reterm_jax.evaluation.console import progress_printer, results_table
+from reterm_jax.evaluation.evaluate import evaluate_pass, evaluate_recovery
+from reterm_jax.evaluation.journal import Journal
+from reterm_jax.evaluation.records import AttemptRecord, EvalResult, ForkTree, RunReport
+from reterm_jax.evaluation.view import build_view
+from reterm_jax.rollout.groups import Roller
+from reterm_jax.rollout.samplers.jax import JaxSampler
+from reterm_jax.sandbox.base import SandboxError
+from reterm_jax.tasks import families
+from reterm_jax.tasks.task import Task
+from reterm_jax.training.workdir import Workdir
+
+
+async def fixed_states(roller: Roller, tasks: Sequence[Task], count: int, seed: int) -> list[FailureState]:
+    """Failure states on held-out tasks, left by scripted failures: the same ones for every policy and every run.
+
+    They do not depend on a policy, so that no policy is measured on its own mistakes alone.
+    """
+    order = random.Random(f"{seed}/states").sample(list(tasks), min(count, len(tasks)))
+    gate = asyncio.Semaphore(roller.concurrent)
+
+    async def one(task: Task) -> FailureState | None:
+        actions = families.failure(task, random.Random(f"{seed}/states/{task.id}"))
+        scripted = dataclasses.replace(roller, sampler=ScriptedPolicy(roller.chat, actions))
+        _, state = await scripted.attempt(task, f"state/{task.id}", gate, start=None, keep=True)
+        return state
+
+    states = await asyncio.gather(*(one(task) for task in order))
+    return [state for state in states if state is not None]
+
+
+async def evaluate(
+    config: ConfigDict,
+    work: Workdir,
+    roller: Roller,
+    sampler: JaxSampler,
+    tasks: Sequence[Task],
+    policies: Mapping[str, tuple[Any, int]],
+) -> None:
+    """Evaluates each policy (name to parameters and version), prints the table, writes report.json and report.html.
+
+    Finished attempts are kept in the workdir, so that a killed evaluation continues.
+    """
+    settings = config.eval
+    by_id = {task.id: task for task in tasks}
+    gate = asyncio.Semaphore(roller.concurrent)
+    roller = dataclasses.replace(roller, temperature=settings.temperature)
+    states = await fixed_states(roller, tasks, settings.states, config.seed)
+    results = []
+    try:
+        for name, (params, version) in policies.items():
+            sampler.update(params, version)
+
+            async def attempt(task: Task, seed: int, start: FailureState | None, name: str = name) -> AttemptRecord:
+                label = f"{name}/{start.id if start else task.id}/{seed}"
+                done, _ = await roller.attempt(task, label, gate, start=start, keep=False)
+                return AttemptRecord.from_attempt(done, task.metadata.get("family", "tasks"), seed=seed)
+
+            shared = {"seed": config.seed, "concurrency": roller.concurrent, "faults": (SandboxError,)}
+            identity = {"policy": name, "version": version}
+            with Journal(work.root / "eval" / f"{name}_pass.jsonl", identity) as journal:
+                attempts = await evaluate_pass(
+                    tasks,
+                    lambda task, seed, run=attempt: run(task, seed, None),
+                    attempts=settings.attempts,
+                    journal=journal,
+                    progress=progress_printer(f"eval {name}"),
+                    **shared,
+                )
+            with Journal(work.root / "eval" / f"{name}_recovery.jsonl", identity) as journal:
+                recoveries = await evaluate_recovery(
+                    states,
+                    lambda state, seed, run=attempt: run(by_id[state.task_id], seed, state),
+                    forks=settings.forks,
+                    journal=journal,
+                    progress=progress_printer(f"recover {name}"),
+                    **shared,
+                )
+            results.append(EvalResult(name, attempts, recoveries))
+        trees = await fork_trees(roller, tasks, config.eval.trees, config.seed)
+    finally:
+        await asyncio.gather(*(roller.host.release(state.snapshot) for state in states))
+    size = sum(x.size for x in jax.tree.leaves(params))
+    report = RunReport(
+        title="ReTerm run",
+        facts={
+            "model": config.model.path or f"Qwen3.5 hybrid from scratch, {size:,} parameters",
+            "seed": str(config.seed),
+            "held-out tasks": str(len(tasks)),
+            "failure states": str(len(states)),
+            "device": f"{jax.device_count()} × {jax.devices()[0].device_kind} ({platform.machine()})",
+            "sandbox": config.sandbox.kind,
+        },
+        phases=work.phase_seconds(),
+        results=results,
+        trees=trees,
+    )
+    report.save(work.root / "report.json")
+    page = build_view(work.root, work.root / "report.html")
+    print(f"\n{results_table(results)}\n\nreport: {page}\ncurves: tensorboard --logdir {work.root}")
+
+
+async def fork_trees(roller: Roller, tasks: Sequence[Task], count: int, seed: int, forks: int = 4) -> list[ForkTree]:
+    """Failed attempts of the last policy with the states they left and the recoveries from there, for people to read."""
+    gate = asyncio.Semaphore(roller.concurrent)
+    order = random.Random(f"{seed}/trees").sample(list(tasks), len(tasks))
+    # Each family once before any of them a second time.
+    order.sort(
+        key=lambda task: sum(
+            other.metadata.get("family") == task.metadata.get("family") for other in order[: order.index(task)]
+        )
+    )
+    trees: list[ForkTree] = []
+    for task in order:
+        if len(trees) == count:
+            break
+        failed, state = await roller.attempt(task, f"tree/{task.id}", gate, start=None, keep=True)
+        if state is None:
+            continue
+        family = task.metadata.get("family", "tasks")
+        try:
+            listing = await _listing(roller, task, state)
+            group = await roller.recovery_group(task, state, forks, f"tree/{task.id}/fork", gate)
+        finally:
+            await roller.host.release(state.snapshot)
+        trees.append(
+            ForkTree(
+                task.id,
+                family,
+                task.instruction,
+                AttemptRecord.from_attempt(failed, family),
+                listing,
+                [AttemptRecord.from_attempt(recovery, family) for recovery in group.attempts],
+            )
+        )
+    return trees
+
+
+async def _listing(roller: Roller, task: Task, state: FailureState) -> str:
+    sandbox = await roller.host.fork(state.snapshot, task)
+    try:
+        command = "find . -mindepth 1 -printf '%M %p\\n' | sort -k2 | head -40"
+        return (await sandbox.exec(command, timeout=10, fresh=True)).output
+    finally:
+        await sandbox.close()
