@@ -1,13 +1,13 @@
 """The whole ReTerm loop on one small machine: base → SFT cold start → ReTerm-GRPO → evaluation → report.
 
-Command:   bash launch/quickstart.sh            (or: reterm-train --config=configs/quickstart.py --workdir=runs/quickstart)
+Command:   bash launch/quickstart.sh
 Hardware:  2 CPU cores, 8 GB, no GPU, no Docker (bubblewrap sandboxes).
 Result:    a table of Pass@1 and recovery rate for base, SFT and ReTerm-GRPO, and `report.html`; see the README for the
            numbers of three seeds.
 
 There are no pretrained weights to download, so the quickstart makes its own base model: a one-million-parameter
 Qwen3.5 hybrid, warmed up on scripted first attempts (most of which fail). Everything after that is the method: SFT on
-recoveries taken over by an expert, then ReTerm-GRPO. For a pretrained model set `model.path`; the warm-up is then left out.
+recoveries taken over by an expert, then ReTerm-GRPO. With `model.path` set to a pretrained model there is no warm-up.
 
 Plain GRPO with as many attempts a step:  --config.rl.states=0 --config.rl.tasks=16
 """

@@ -20,7 +20,7 @@ BASE_ENV: Mapping[str, str] = {
     "LANG": "C.UTF-8",
 }
 # Directories that the Harbor format promises to the agent and the verifier.
-STANDARD_DIRS = ("/app", "/home/agent", "/logs/agent", "/logs/verifier", "/logs/artifacts")
+LOG_DIRS = ("/logs/agent", "/logs/verifier", "/logs/artifacts")
 
 
 class SandboxError(RuntimeError):

@@ -13,7 +13,6 @@ import contextlib
 import os
 import secrets
 import shutil
-import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,7 +22,7 @@ from reterm_jax.sandbox import archive, environment, shell
 from reterm_jax.sandbox.base import ExecResult, SandboxError, Snapshot
 from reterm_jax.sandbox.environment import Environment
 from reterm_jax.sandbox.jail import Jail, open_jail
-from reterm_jax.sandbox.process import Finished, disk_errors, disk_full, memory_file, run_program
+from reterm_jax.sandbox.process import Finished, disk_errors, disk_full, memory_file, run_program, scratch_file
 from reterm_jax.sandbox.reaper import HostDir, claim
 
 if TYPE_CHECKING:
@@ -96,7 +95,7 @@ class BubblewrapSandbox:
         directory, name = archive.split_target(source, target)
         # Unpacked by a process inside: links that the agent made lead nowhere else than they do for the agent.
         script = 'mkdir -p -- "$1" && exec tar --no-overwrite-dir -xpf - -C "$1"'
-        with tempfile.TemporaryFile(dir=self._host.directory.path) as file:
+        with scratch_file(self._host.directory.path) as file:
             with disk_errors(self._host.directory.path):
                 await asyncio.to_thread(archive.pack, [(source, name)], file)
                 file.flush()
@@ -110,7 +109,7 @@ class BubblewrapSandbox:
         path = source.rstrip("/")
         if not path.startswith("/"):
             raise ValueError(f"download source {source!r} must be an absolute path inside the sandbox, not / itself")
-        with tempfile.TemporaryFile(dir=self._host.directory.path) as file:
+        with scratch_file(self._host.directory.path) as file:
             done = await self._inside(["/usr/bin/bash", "-c", script, "bash", path], stdout=file.fileno())
             if done.exit_code == 44:
                 raise FileNotFoundError(f"{source} does not exist in the sandbox")
@@ -206,8 +205,8 @@ class BubblewrapHost:
             await self.remove(self.directory.path / "snapshots" / snapshot.id)
 
     async def close(self) -> None:
-        for sandbox in list(self._live):
-            await sandbox.close()
+        # What does not close is removed with the directory below.
+        await asyncio.gather(*(sandbox.close() for sandbox in list(self._live)), return_exceptions=True)
         await asyncio.to_thread(self._remove_all)
         atexit.unregister(self._remove_all)
 

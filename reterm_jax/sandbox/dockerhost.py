@@ -24,14 +24,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from reterm_jax.sandbox import archive, dockerexec, dockerimage, shell
 from reterm_jax.sandbox.base import (
-    STANDARD_DIRS,
+    LOG_DIRS,
     ExecResult,
     SandboxError,
     SandboxUnavailable,
     Snapshot,
 )
 from reterm_jax.sandbox.dockerimage import Image, connect
-from reterm_jax.sandbox.process import disk_errors
+from reterm_jax.sandbox.process import disk_errors, scratch_file
 from reterm_jax.sandbox.reaper import HostDir, claim, docker_labels, reap_docker, remove_docker
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_API_TIMEOUT = 120  # seconds for a command that does nothing
+_TRY_SECONDS = 60.0  # for a command that does nothing
 # Process 1 of each container; unlike `sleep` alone, bash collects processes whose parents are gone. The odd number of
 # seconds tells its own child from an agent's.
 _IDLE_SECONDS = "86397"
@@ -87,7 +87,7 @@ class DockerSandbox:
         directory, name = archive.split_target(source, target)
 
         def put() -> None:
-            with tempfile.TemporaryFile() as file:
+            with scratch_file(Path(tempfile.gettempdir())) as file:
                 with disk_errors(Path(tempfile.gettempdir())):
                     archive.pack([(source, name)], file)
                 for attempt in (1, 2):
@@ -113,7 +113,7 @@ class DockerSandbox:
                 stream, _ = self._container.get_archive(path)
             except self._host.errors.NotFound:
                 raise FileNotFoundError(f"{source} does not exist in the sandbox") from None
-            with tempfile.TemporaryFile() as file:
+            with scratch_file(Path(tempfile.gettempdir())) as file:
                 size = 0
                 for chunk in stream:
                     size += len(chunk)
@@ -180,17 +180,22 @@ class DockerHost:
                 )
         sandbox = await self._make(self._images[key], task)
         if key not in self._tried:
-            result = await sandbox.exec("true", timeout=_API_TIMEOUT, fresh=True)
-            if result.exit_code != 0:
+            try:
+                result = await sandbox.exec("true", timeout=_TRY_SECONDS, fresh=True)
+                if result.exit_code != 0:
+                    said = result.output.strip()
+                    raise SandboxError(f"task {task.id}: the environment's image is not usable: {said}")
+            except BaseException:
                 await sandbox.close()
-                raise SandboxError(f"task {task.id}: the environment's image is not usable: {result.output.strip()}")
+                raise
             self._tried.add(key)
         return sandbox
 
     async def fork(self, snapshot: Snapshot, task: Task) -> DockerSandbox:
         if snapshot.id not in self._snapshots:
             raise SandboxError(f"task {task.id}: snapshot {snapshot.id} of {snapshot.owner} is not held by this host")
-        return await self._make(self._snapshots[snapshot.id], task)
+        # A snapshot has the skeleton already, perhaps changed by the agent.
+        return await self._make(self._snapshots[snapshot.id], task, skeleton=False)
 
     async def release(self, snapshot: Snapshot) -> None:
         image = self._snapshots.pop(snapshot.id, None)
@@ -199,8 +204,8 @@ class DockerHost:
             await self.call(self._remove_unwanted)
 
     async def close(self) -> None:
-        for sandbox in list(self._live):
-            await sandbox.close()
+        # What does not close is removed by its label below.
+        await asyncio.gather(*(sandbox.close() for sandbox in list(self._live)), return_exceptions=True)
         await asyncio.to_thread(self._remove_all)
         atexit.unregister(self._remove_all)
         self._threads.shutdown(wait=False)
@@ -242,18 +247,18 @@ class DockerHost:
                 self._live.discard(sandbox)
                 self._slots.release()
 
-    async def _make(self, image: Image, task: Task) -> DockerSandbox:
+    async def _make(self, image: Image, task: Task, skeleton: bool = True) -> DockerSandbox:
         await self._slots.acquire()
         name = f"reterm-{secrets.token_hex(6)}"
-        starting = asyncio.ensure_future(self.call(lambda: self._start(image, name), f"task {task.id}: start"))
+        starting = asyncio.ensure_future(
+            self.call(lambda: self._start(image, name, skeleton), f"task {task.id}: start of a container")
+        )
         try:
             container = await asyncio.shield(starting)
         except BaseException:
             self._slots.release()
             # Cancelled while the daemon was at work: the container may come into being after this.
-            starting.add_done_callback(
-                lambda done: done.cancelled() or done.exception() or self._discard(done.result())
-            )
+            starting.add_done_callback(self._discard)
             raise
         sandbox = DockerSandbox(self, container, image)
         self._live.add(sandbox)
@@ -263,7 +268,7 @@ class DockerHost:
         if not starting.cancelled() and starting.exception() is None:
             self._threads.submit(starting.result().remove, force=True, v=True)
 
-    def _start(self, image: Image, name: str) -> Any:
+    def _start(self, image: Image, name: str, skeleton: bool) -> Any:
         limits = image.limits
         container = self.client.containers.create(
             image.name,
@@ -286,7 +291,8 @@ class DockerHost:
             ],
         )
         try:
-            container.put_archive("/", _skeleton())
+            if skeleton:
+                container.put_archive("/", _skeleton())
             container.start()
         except BaseException:
             container.remove(force=True, v=True)
@@ -312,10 +318,10 @@ class DockerHost:
 
 
 def _skeleton() -> io.BytesIO:
-    """A tar stream of what every container gets: the standard directories and the shell's script."""
+    """A tar stream of what an image need not have: the directories for logs, the shell's script and its state."""
     stream = io.BytesIO()
     with tarfile.open(fileobj=stream, mode="w") as tar:
-        for path, mode in [*((path, 0o755) for path in STANDARD_DIRS), (shell.STATE_DIR, 0o1777)]:
+        for path, mode in [*((path, 0o755) for path in LOG_DIRS), (shell.STATE_DIR, 0o1777)]:
             info = tarfile.TarInfo(path.lstrip("/"))
             info.type, info.mode, info.mtime = tarfile.DIRTYPE, mode, int(time.time())
             tar.addfile(info)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reterm_jax.sandbox import dockerfile, shell
-from reterm_jax.sandbox.base import BASE_ENV, BASE_IMAGE, DEFAULT_WORKDIR, STANDARD_DIRS, Sandbox, SandboxError
+from reterm_jax.sandbox.base import BASE_ENV, BASE_IMAGE, DEFAULT_WORKDIR, LOG_DIRS, Sandbox, SandboxError
 
 if TYPE_CHECKING:
     from reterm_jax.tasks.task import Task
@@ -120,7 +120,7 @@ def check_no_compose(task: Task) -> None:
 def make_root(root: Path, owner: int | None) -> None:
     """Makes the directory that is `/` in a sandbox: the tree in which a task's environment begins."""
     directories = ["usr", "etc", "tmp", "var/tmp", "var/log", "opt", "srv", "root", "run", shell.STATE_DIR[1:]]
-    directories += [path[1:] for path in STANDARD_DIRS]
+    directories += [path[1:] for path in (DEFAULT_WORKDIR, BASE_ENV["HOME"], *LOG_DIRS)]
     root.mkdir()
     for directory in directories:
         (root / directory).mkdir(parents=True, exist_ok=True)

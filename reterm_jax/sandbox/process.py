@@ -6,9 +6,11 @@ import asyncio
 import contextlib
 import errno
 import os
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from reterm_jax.sandbox.base import SandboxError
 from reterm_jax.sandbox.output import BoundedOutput
@@ -99,6 +101,15 @@ def disk_errors(path: Path) -> Iterator[None]:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise disk_full(path) from error
         raise SandboxError(f"cannot write sandbox files under {path}: {error.strerror or error}") from error
+
+
+@contextlib.contextmanager
+def scratch_file(directory: Path) -> Iterator[BinaryIO]:
+    """A file without a name on the disk of `directory`. Raises SandboxError if it cannot be made."""
+    with disk_errors(directory):
+        file = tempfile.TemporaryFile(dir=directory)
+    with file:
+        yield file
 
 
 def disk_full(path: Path) -> SandboxError:

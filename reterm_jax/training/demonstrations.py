@@ -1,6 +1,6 @@
-"""What the cold start learns from: scripted first attempts for a model without pretraining, and recoveries by an expert.
+"""What the cold start learns from: scripted first attempts (for a model without pretraining) and expert recoveries.
 
-Both run through the same episode loop, sandboxes and verifier as the policy's own attempts, and are kept in the workdir.
+Both run through the same episode loop, sandboxes and verifier as the policy's own attempts, and are kept on disk.
 """
 
 from __future__ import annotations
@@ -162,10 +162,18 @@ def supervised_examples(attempts: Sequence[Attempt]) -> list[Example]:
     return [attempt_example(attempt) for attempt in attempts if attempt.turns]
 
 
-def recovery_examples(rows: Sequence[Row], chat: ChatFormat) -> list[Example]:
-    """Loss on the recovery's policy tokens only, from `train_from_message_index` on."""
+def recovery_examples(rows: Sequence[Row], chat: ChatFormat, *, row_length: int) -> list[Example]:
+    """Loss on the recovery's policy tokens only, from `train_from_message_index` on.
+
+    Rows of more than `row_length` tokens are left out, and their number is printed.
+    """
     examples = []
     for row in rows:
         ids, loss_mask, _, _ = row_transcript(row, chat).arrays()
-        examples.append(Example(ids=ids, loss_mask=loss_mask, name=row.id))
+        if len(ids) <= row_length:
+            examples.append(Example(ids=ids, loss_mask=loss_mask, name=row.id))
+    if len(examples) < len(rows):
+        print(
+            f"sft data: {len(rows) - len(examples)} of {len(rows)} rows are longer than {row_length} tokens, left out"
+        )
     return examples

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import dataclasses
 import platform
 import random
@@ -117,15 +118,17 @@ async def evaluate(
 
 
 async def fork_trees(roller: Roller, tasks: Sequence[Task], count: int, seed: int, forks: int = 4) -> list[ForkTree]:
-    """Failed attempts of the last policy with the states they left and the recoveries from there, for people to read."""
+    """Failed attempts of the last policy, the states they left and the recoveries from there, for people to read."""
     gate = asyncio.Semaphore(roller.concurrent)
     order = random.Random(f"{seed}/trees").sample(list(tasks), len(tasks))
     # Each family once before any of them a second time.
-    order.sort(
-        key=lambda task: sum(
-            other.metadata.get("family") == task.metadata.get("family") for other in order[: order.index(task)]
-        )
-    )
+    seen: collections.Counter[str] = collections.Counter()
+    turn: dict[str, int] = {}
+    for task in order:
+        family = task.metadata.get("family", "tasks")
+        turn[task.id] = seen[family]
+        seen[family] += 1
+    order.sort(key=lambda task: turn[task.id])
     trees: list[ForkTree] = []
     for task in order:
         if len(trees) == count:

@@ -78,7 +78,7 @@ class _Stages:
 
         sampler = self._sampler(base_params)
         rows = await self._demonstrations(sampler)
-        examples = demonstrations.recovery_examples(rows, self.model.chat)
+        examples = demonstrations.recovery_examples(rows, self.model.chat, row_length=config.sft.row_length)
         sft_params = self._supervised("sft", config.sft, examples, base_params)
 
         rl_params = await self._reinforce(sampler, sft_params)

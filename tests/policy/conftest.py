@@ -1,39 +1,10 @@
-"""Small models of both families, with all their features: two blocks, grouped heads, odd sizes."""
-
 from __future__ import annotations
 
 import jax
 import pytest
+from tiny_models import tiny_config
 
 from reterm_jax.policy.config import QwenConfig
-
-TINY = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "rms_norm_eps": 1e-6,
-    "initializer_range": 0.2,
-}
-TINY_QWEN3 = {**TINY, "model_type": "qwen3", "num_hidden_layers": 2, "rope_parameters": {"rope_theta": 5e4}}
-TINY_QWEN3_5 = {
-    **TINY,
-    "model_type": "qwen3_5_text",
-    "num_hidden_layers": 4,
-    "layer_types": ["linear_attention", "full_attention"] * 2,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 12,
-    "linear_conv_kernel_dim": 4,
-}
-
-
-def tiny_config(family: str, **overrides) -> QwenConfig:
-    raw = {"qwen3": TINY_QWEN3, "qwen3_5": TINY_QWEN3_5}[family]
-    return QwenConfig.from_hf(raw, **{"compute_dtype": "float32", "remat": "none", **overrides})
 
 
 @pytest.fixture(params=["qwen3", "qwen3_5"])

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
+from tiny_models import TINY_QWEN3, TINY_QWEN3_5, tiny_config
 
 from reterm_jax.policy.config import ConfigError, QwenConfig
-from tests.policy.conftest import TINY_QWEN3, TINY_QWEN3_5, tiny_config
 
 
 def test_round_trip(config):

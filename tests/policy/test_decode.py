@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny_models import forward, init
 
 from reterm_jax.policy.decode import extend, fork, init_cache
-from reterm_jax.policy.forward import head, hidden_states
-from reterm_jax.policy.spec import init_params
+from reterm_jax.policy.forward import head
 
 MAX_LEN = 96
 step = jax.jit(extend, static_argnums=1)
@@ -19,9 +19,9 @@ step = jax.jit(extend, static_argnums=1)
 def model(config, key):
     config = config.replace(chunk_size=16)
     tokens = np.random.default_rng(0).integers(0, 97, (3, 60)).astype(np.int32)
-    params = init_params(config, key)
+    params = init(config, key)
     positions = jnp.broadcast_to(jnp.arange(60), tokens.shape)
-    logits = hidden_states(params, config, tokens, jnp.ones_like(tokens), positions) @ head(params, config).T
+    logits = forward(params, config, tokens, jnp.ones_like(tokens), positions) @ head(params, config).T
     return params, config, tokens, logits
 
 

@@ -9,12 +9,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
+from tiny_models import init, tiny_config
 
 from reterm_jax.policy import hf
 from reterm_jax.policy.config import QwenConfig
 from reterm_jax.policy.sharding import make_mesh, param_shardings
-from reterm_jax.policy.spec import init_params
-from tests.policy.conftest import tiny_config
 
 
 def same_tree(a, b) -> bool:
@@ -23,7 +22,7 @@ def same_tree(a, b) -> bool:
 
 @pytest.fixture
 def saved(config, key, tmp_path):
-    params = init_params(config, key)
+    params = init(config, key)
     hf.save_params(tmp_path, params, config, dtype="float32")
     return tmp_path, params, config
 
@@ -123,7 +122,7 @@ def test_untied_model_needs_its_head(saved):
 
 def test_tied_model_rejects_a_different_head(tmp_path, key):
     config = tiny_config("qwen3", tie_word_embeddings=True)
-    params = init_params(config, key)
+    params = init(config, key)
     hf.save_params(tmp_path, params, config, dtype="float32")
     embedding = np.asarray(params["embed"])
     rewrite(tmp_path, lambda tensors: tensors.update({"lm_head.weight": embedding}))
@@ -176,6 +175,6 @@ def test_missing_shard_and_lying_index_are_named(saved):
 
 
 def test_save_refuses_another_models_parameters(tmp_path, config, key):
-    params = init_params(config, key)
+    params = init(config, key)
     with pytest.raises(hf.WeightsError, match="embed"):
         hf.save_params(tmp_path, params, config.replace(vocab_size=96))

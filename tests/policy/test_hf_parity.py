@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny_models import TINY_QWEN3, TINY_QWEN3_5, forward, init
 
 from reterm_jax.policy import hf
 from reterm_jax.policy.config import QwenConfig
-from reterm_jax.policy.forward import head, hidden_states
+from reterm_jax.policy.forward import head
 from reterm_jax.policy.hf_layout import groups
-from reterm_jax.policy.spec import init_params, param_name
-from tests.policy.conftest import TINY_QWEN3, TINY_QWEN3_5
+from reterm_jax.policy.spec import param_name
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -43,7 +43,7 @@ def reference_model(family: str, tied: bool):
 def jax_logits(params, config, tokens):
     tokens = jnp.asarray(tokens)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    hidden_BTD = hidden_states(params, config, tokens, jnp.ones_like(tokens), positions)
+    hidden_BTD = forward(params, config, tokens, jnp.ones_like(tokens), positions)
     return hidden_BTD @ head(params, config).T
 
 
@@ -59,7 +59,7 @@ def test_logits_equal_transformers(family, tied, tmp_path):
     config = QwenConfig.from_hf(tmp_path, compute_dtype="float32", attention_block=32)
     assert config.tie_word_embeddings is tied
     params = hf.load_params(tmp_path, config)
-    for batch, length in ((2, 1), (2, 7), (1, 64), (3, 65), (2, 150)):
+    for batch, length in ((2, 1), (3, 65), (2, 150)):
         tokens = random_tokens(batch, length)
         with torch.no_grad():
             expected = model(torch.from_numpy(tokens)).logits.numpy()
@@ -80,7 +80,8 @@ def test_gradients_equal_transformers(family, tmp_path):
         return jnp.mean(jax.nn.log_softmax(jax_logits(params, config, tokens))[..., 3])
 
     gradients = {
-        param_name(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(jax.grad(loss)(params))
+        param_name(path): np.asarray(leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(jax.jit(jax.grad(loss))(params))
     }
     for group in groups(config):
         parts = (gradients[name] if group.block is None else gradients[name][group.block] for name in group.params)
@@ -94,7 +95,7 @@ def test_gradients_equal_transformers(family, tmp_path):
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
 def test_saved_directory_loads_in_transformers(family, tied, tmp_path, key):
     config = QwenConfig.from_hf({**RAW[family], "tie_word_embeddings": tied}, compute_dtype="float32")
-    params = init_params(config, key)
+    params = init(config, key)
     hf.save_params(tmp_path, params, config, dtype="float32")
     model, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]

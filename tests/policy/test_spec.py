@@ -6,12 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny_models import init
 
-from reterm_jax.policy.spec import ArraySpec, abstract_params, init_params, param_name, param_specs
+from reterm_jax.policy.spec import ArraySpec, abstract_params, param_name, param_specs
 
 
 def test_initial_values_match_the_declaration(config, key):
-    params, abstract = init_params(config, key), abstract_params(config)
+    params, abstract = init(config, key), abstract_params(config)
     assert jax.tree.structure(params) == jax.tree.structure(abstract)
     for spec, value, shape in zip(*map(jax.tree.leaves, (param_specs(config), params, abstract)), strict=True):
         assert value.shape == spec.shape == shape.shape
@@ -20,8 +21,8 @@ def test_initial_values_match_the_declaration(config, key):
 
 def test_a_parameters_value_depends_only_on_key_and_path(config, key):
     wider = config.replace(tie_word_embeddings=not config.tie_word_embeddings)
-    np.testing.assert_array_equal(init_params(config, key)["embed"], init_params(wider, key)["embed"])
-    assert not np.array_equal(init_params(config, key)["embed"], init_params(config, jax.random.key(1))["embed"])
+    np.testing.assert_array_equal(init(config, key)["embed"], init(wider, key)["embed"])
+    assert not np.array_equal(init(config, key)["embed"], init(config, jax.random.key(1))["embed"])
 
 
 def test_layers_are_stacked_over_blocks(config):

@@ -147,6 +147,13 @@ async def test_forks_start_from_the_snapshot_and_are_independent(bench: Bench) -
         await bench.host.fork(snapshot, bench.task)
 
 
+async def test_modes_of_standard_directories_survive_a_fork(bench: Bench) -> None:
+    box = await bench.start()
+    await bench.sh(box, "chmod 555 /app; chmod 700 /logs/agent; rmdir /logs/artifacts")
+    fork = await bench.host.fork(await box.snapshot(), bench.task)
+    assert await bench.sh(fork, "stat -c %a /app /logs/agent; ls /logs") == "555\n700\nagent\nverifier\n"
+
+
 async def test_unreadable_trees_are_saved_and_removed(bench: Bench) -> None:
     box = await bench.start()
     await bench.sh(box, "mkdir -p a/b; echo x > a/b/c; chmod 000 a/b/c a/b a; mkdir q; chmod 000 q; chmod 000 /app")

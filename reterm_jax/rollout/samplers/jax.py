@@ -1,8 +1,8 @@
 """The in-process sampler: continuous batching over a fixed number of cache slots, on the trainer's own parameters.
 
 Each session (an attempt) holds one slot whose cache survives between turns, so a turn costs only its new tokens. What
-a first prompt leaves in the cache is kept for a while: attempts of one group begin with the same ids, so a task's prompt
-is computed once for all G attempts, and the history of a failed attempt once for all K forks.
+a first prompt leaves in the cache is kept for a while: attempts of one group begin with the same ids, so the prompt of
+a task is computed once for all G attempts, and the history of a failed attempt once for all K forks.
 
 What is sampled does not depend on which requests happen to run together: every device call has one of a few fixed
 shapes, rows do not interact, and the noise of a token is a function of the request's seed and the token's index alone.
