@@ -18,6 +18,7 @@ from reterm_jax.policy.spec import param_name
 from reterm_jax.training.state import TrainState
 
 _FINGERPRINT = "fingerprint"
+_STEP = "step"
 # What tensorstore says when the operating system reports ENOSPC or EDQUOT.
 _NO_SPACE = ("No space left", "RESOURCE_EXHAUSTED", "Disk quota exceeded")
 
@@ -69,7 +70,7 @@ class Checkpointer:
                 step,
                 args=ocp.args.Composite(
                     params=ocp.args.StandardSave(state.params),
-                    opt_state=ocp.args.StandardSave(_named(state.opt_state)),
+                    opt_state=ocp.args.StandardSave(_counted(state)),
                     metadata=ocp.args.JsonSave(record),
                 ),
             )
@@ -95,7 +96,7 @@ class Checkpointer:
         step = self._existing(step)
         metadata = self.metadata(step)
         self._check_tree(step, "params", abstract.params, "model")
-        abstract_opt = _named(abstract.opt_state)
+        abstract_opt = _counted(abstract)
         self._check_tree(step, "opt_state", abstract_opt, "optimizer")
         restored = self._manager.restore(
             step,
@@ -103,9 +104,10 @@ class Checkpointer:
                 params=ocp.args.StandardRestore(abstract.params), opt_state=ocp.args.StandardRestore(abstract_opt)
             ),
         )
-        leaves = [leaf for _, leaf in sorted(restored["opt_state"].items())]
+        counted = dict(restored["opt_state"])
+        counter = counted.pop(_STEP)
+        leaves = [leaf for _, leaf in sorted(counted.items())]
         opt_state = jax.tree.unflatten(jax.tree.structure(abstract.opt_state), leaves)
-        counter = jax.device_put(jax.numpy.asarray(metadata["step"], jax.numpy.int32), abstract.step.sharding)
         return TrainState(params=restored["params"], opt_state=opt_state, step=counter), metadata
 
     def restore_params(self, abstract_params: Any, step: int | None = None) -> Any:
@@ -158,14 +160,16 @@ class Checkpointer:
                 )
 
 
-def _named(tree: Any) -> dict[str, Any]:
-    """A flat dict in leaf order. Optimizer states are nested tuples, which Orbax does not keep apart from lists."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {f"{index:04d}:{_path_name(path)}": leaf for index, (path, leaf) in enumerate(leaves)}
+def _counted(state: TrainState) -> dict[str, Any]:
+    """Step and optimizer state as a flat dict, whose names sort in leaf order.
 
-
-def _path_name(path: jax.tree_util.KeyPath) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator=":")
+    Optimizer states are nested tuples of many classes, of which Orbax restores none; and some are empty, which Orbax
+    does not save, so that the step goes with them.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(state.opt_state)
+    names = (jax.tree_util.keystr(path, simple=True, separator=":") for path, _ in leaves)
+    named = {f"{index:04d}:{name}": leaf for index, (name, (_, leaf)) in enumerate(zip(names, leaves, strict=True))}
+    return {**named, _STEP: state.step}
 
 
 def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:

@@ -14,7 +14,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -139,7 +139,7 @@ class BubblewrapSandbox:
                 self._host.closed(self)
 
     @contextlib.asynccontextmanager
-    async def _use(self):
+    async def _use(self) -> AsyncIterator[None]:
         async with self._lock:
             if self._closing is not None:
                 raise SandboxError(f"sandbox {self.id} is closed")
@@ -292,7 +292,7 @@ class BubblewrapHost:
 
 
 @contextlib.asynccontextmanager
-async def _command_fd(command: str):
+async def _command_fd(command: str) -> AsyncIterator[int]:
     with memory_file(shell.payload(command)) as fd:
         yield fd
 

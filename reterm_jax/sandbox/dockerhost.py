@@ -1,10 +1,4 @@
-"""Sandboxes that are Docker containers.
-
-A container runs as its image says (usually root), but without a single capability, without new privileges, without a
-network unless the task asks for one, and with limits on memory, processor time and the number of processes. A snapshot
-is a commit of the container, a fork a new container from it: mounts and processes are not part of it. Processes outlive
-the command that started them, except after a time limit: then everything that command started is killed.
-"""
+"""Sandboxes that are Docker containers: making, saving, forking and removing them (see `dockersandbox.py`)."""
 
 from __future__ import annotations
 
@@ -15,23 +9,21 @@ import io
 import os
 import secrets
 import tarfile
-import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from reterm_jax.sandbox import archive, dockerexec, dockerimage, shell
+from reterm_jax.sandbox import dockerimage, shell
 from reterm_jax.sandbox.base import (
     LOG_DIRS,
-    ExecResult,
     SandboxError,
     SandboxUnavailable,
     Snapshot,
 )
 from reterm_jax.sandbox.dockerimage import Image, connect
-from reterm_jax.sandbox.process import disk_errors, scratch_file
+from reterm_jax.sandbox.dockersandbox import DockerSandbox
 from reterm_jax.sandbox.reaper import HostDir, claim, docker_labels, reap_docker, remove_docker
 
 if TYPE_CHECKING:
@@ -44,105 +36,6 @@ _TRY_SECONDS = 60.0  # for a command that does nothing
 # seconds tells its own child from an agent's.
 _IDLE_SECONDS = "86397"
 _IDLE = ["bash", "-c", f"while :; do sleep {_IDLE_SECONDS} & wait $!; done"]
-
-
-class DockerSandbox:
-    """One container; made by DockerHost."""
-
-    def __init__(self, host: DockerHost, container: Any, image: Image) -> None:
-        self.workdir = image.workdir
-        self.id: str = container.name
-        self._host = host
-        self._container = container
-        self._image = image
-        self._lock = asyncio.Lock()
-        self._closing: asyncio.Future[None] | None = None
-
-    async def exec(
-        self,
-        command: str,
-        *,
-        timeout: float,
-        user: str | None = None,
-        env: Mapping[str, str] | None = None,
-        fresh: bool = False,
-    ) -> ExecResult:
-        extra = shell.check_env(env or {})
-        line = shell.shell_line(dockerexec.COMMAND_FD, workdir=self.workdir, fresh=fresh, env_names=extra)
-        call = dockerexec.Call(command, line, timeout, self._image.limits.processes, user or "", extra)
-        started = time.monotonic()
-        async with self._use():
-            try:
-                exit_code, output = await self._host.call(lambda: dockerexec.run(self._host.client.api, self.id, call))
-            except dockerexec.Broken as error:
-                if self._closing is not None:
-                    raise SandboxError(f"sandbox {self.id} was closed while a command ran") from None
-                # By the agent itself: `start` has seen commands run
-                return ExecResult(f"{error}\n", 126, time.monotonic() - started, False)
-        duration = time.monotonic() - started
-        timed_out = shell.hit_time_limit(exit_code, duration, timeout)
-        return ExecResult(output.text(), exit_code, duration, timed_out, output.elided)
-
-    async def upload(self, source: Path, target: str) -> None:
-        directory, name = archive.split_target(source, target)
-
-        def put() -> None:
-            with scratch_file(Path(tempfile.gettempdir())) as file:
-                with disk_errors(Path(tempfile.gettempdir())):
-                    archive.pack([(source, name)], file)
-                for attempt in (1, 2):
-                    file.seek(0)
-                    try:
-                        self._container.put_archive(directory, file)
-                        return
-                    except self._host.errors.NotFound:
-                        if attempt == 2:
-                            raise
-                        self._container.exec_run(["mkdir", "-p", "--", directory])
-
-        async with self._use():
-            await self._host.call(put, f"upload of {source} to {target} in container {self.id}")
-
-    async def download(self, source: str, target: Path) -> None:
-        path = source.rstrip("/")
-        if not path.startswith("/"):
-            raise ValueError(f"download source {source!r} must be an absolute path inside the sandbox, not / itself")
-
-        def get() -> None:
-            try:
-                stream, _ = self._container.get_archive(path)
-            except self._host.errors.NotFound:
-                raise FileNotFoundError(f"{source} does not exist in the sandbox") from None
-            with scratch_file(Path(tempfile.gettempdir())) as file:
-                size = 0
-                for chunk in stream:
-                    size += len(chunk)
-                    if size > 2 * archive.MAX_DOWNLOAD:
-                        raise SandboxError(f"download of {source} is over {archive.MAX_DOWNLOAD} bytes")
-                    file.write(chunk)
-                file.seek(0)
-                with disk_errors(target):
-                    archive.unpack(file, path.rsplit("/", 1)[1], target)
-
-        async with self._use():
-            await self._host.call(get, f"download of {source} from container {self.id}")
-
-    async def snapshot(self) -> Snapshot:
-        async with self._use():
-            return await self._host.save(self._container, self._image)
-
-    async def close(self) -> None:
-        # Shielded, so that a cancelled caller does not leave the container behind.
-        if self._closing is None:
-            self._closing = asyncio.ensure_future(self._host.closed(self, self._container))
-        await asyncio.shield(self._closing)
-
-    @contextlib.asynccontextmanager
-    async def _use(self):
-        async with self._lock:
-            if self._closing is not None:
-                raise SandboxError(f"sandbox {self.id} is closed")
-            yield
 
 
 class DockerHost:

@@ -11,6 +11,8 @@ import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
+
 from reterm_jax.agent.attempt import AgentLimits, Attempt
 from reterm_jax.agent.episode import RETRY_MESSAGE, fixed_texts, run_attempt
 from reterm_jax.agent.scripted import ScriptedPolicy
@@ -22,7 +24,6 @@ from reterm_jax.tasks.families import names
 from reterm_jax.tasks.task import Task
 from reterm_jax.tokens.chat import ChatFormat
 from reterm_jax.tokens.packing import Example
-from reterm_jax.training.examples import attempt_example
 
 Progress = Callable[[int, int], None]
 
@@ -157,9 +158,18 @@ async def recoveries(
     return rows
 
 
-def supervised_examples(attempts: Sequence[Attempt]) -> list[Example]:
-    """Loss on all policy tokens."""
-    return [attempt_example(attempt) for attempt in attempts if attempt.turns]
+def warm_up_examples(attempts: Sequence[Attempt]) -> list[Example]:
+    """Loss on everything after the prompt, what terminals answer included.
+
+    This stands in for pretraining: a model from scratch learns to copy names from seeing them repeated, and terminals
+    repeat them.
+    """
+    examples = []
+    for attempt in attempts:
+        ids, _, _, _ = attempt.transcript.arrays()
+        prompt = len(attempt.transcript.spans[0].ids)
+        examples.append(Example(ids=ids, loss_mask=np.arange(len(ids)) >= prompt, name=attempt.id))
+    return examples
 
 
 def recovery_examples(rows: Sequence[Row], chat: ChatFormat, *, row_length: int) -> list[Example]:

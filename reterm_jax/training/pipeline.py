@@ -101,7 +101,7 @@ class _Stages:
                 path=self.work.root / "data" / "first_attempts.jsonl",
                 progress=progress,
             )
-        return demonstrations.supervised_examples(attempts)
+        return demonstrations.warm_up_examples(attempts)
 
     async def _demonstrations(self, sampler: JaxSampler) -> list[Row]:
         """Recoveries by the expert, from the base model's own failures and from scripted ones."""

@@ -109,12 +109,7 @@ EIGHT_DEVICES = textwrap.dedent(
 def test_eight_devices_give_the_values_of_one():
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
     path = [str(Path(reterm_jax.__file__).parents[1]), str(Path(__file__).parent)]
-    environment = {
-        **os.environ,
-        "XLA_FLAGS": flags.strip(),
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": os.pathsep.join(path),
-    }
+    changes = {"XLA_FLAGS": flags.strip(), "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(path)}
     done = subprocess.run(
         [sys.executable, "-c", EIGHT_DEVICES],
         env={**os.environ, **changes},
