@@ -42,17 +42,16 @@ def build_view(path: Path, output: Path) -> Path:
 
 
 def find_curves(workdir: Path) -> list[CurvePoint]:
-    """All metrics.jsonl files at most two directories down. One in a directory `sft` gives the `sft/loss` curve.
+    """The curves of a run: `rl/metrics.jsonl` as it is, and the loss of `sft/metrics.jsonl` as `sft/loss`.
 
-    SFT and RL both log `train/...` by their own steps, so only the directory can tell them apart.
+    Both phases log `train/...` by their own steps, so only the directory can tell them apart. Other phases (the warm-up
+    of a base model) are not shown.
     """
     points = []
-    for depth in ("", "*/", "*/*/"):
-        for path in sorted(workdir.glob(f"{depth}metrics.jsonl")):
-            rows = read_curves(path)
-            if path.parent.name == "sft":
-                rows = [
-                    CurvePoint(r.step, {"sft/loss": r.values["train/loss"]}) for r in rows if "train/loss" in r.values
-                ]
-            points += rows
+    for name in ("rl", "sft"):
+        path = workdir / name / "metrics.jsonl"
+        rows = read_curves(path) if path.exists() else []
+        if name == "sft":
+            rows = [CurvePoint(r.step, {"sft/loss": r.values["train/loss"]}) for r in rows if "train/loss" in r.values]
+        points += rows
     return points

@@ -79,13 +79,8 @@ def state_from_params(
     """
     shapes = jax.eval_shape(lambda tree: jax.tree.map(lambda x: x.astype(jnp.float32), tree), params)
     shardings = state_shardings(shapes, optimizer, mesh, param_shardings)
-    placed = jax.device_put(params, shardings.params)
-    with jax.set_mesh(mesh):
-        copy = jax.jit(
-            lambda tree: jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), tree),
-            out_shardings=shardings.params,
-        )
-        params = copy(placed)
+    params = jax.tree.map(lambda x: x if x.dtype == jnp.float32 else x.astype(jnp.float32), params)
+    params = jax.device_put(params, shardings.params, may_alias=False)
     return _with_new_optimizer(params, optimizer, mesh, shardings)
 
 

@@ -195,7 +195,8 @@ def metrics() -> str:
 
 def write(directory: Path) -> None:
     report().save(directory / "report.json")
-    (directory / "metrics.jsonl").write_text(metrics(), encoding="utf-8")
+    (directory / "rl").mkdir(parents=True, exist_ok=True)
+    (directory / "rl" / "metrics.jsonl").write_text(metrics(), encoding="utf-8")
 
 
 if __name__ == "__main__":

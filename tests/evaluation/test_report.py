@@ -190,11 +190,11 @@ def test_view_errors_name_the_path(tmp_path):
     assert not (tmp_path / "r.html").exists()
 
 
-def test_curves_of_sft_and_rl_are_told_apart_by_directory(tmp_path):
-    for name, value in (("sft", 3.0), ("rl", -0.1)):
-        (tmp_path / "metrics" / name).mkdir(parents=True)
+def test_curves_of_phases_are_told_apart_by_directory(tmp_path):
+    for name, value in (("base", 9.0), ("sft", 3.0), ("rl", -0.1)):
+        (tmp_path / name).mkdir()
         row = {"step": 1, "train/loss": value, "train/entropy": value}
-        (tmp_path / "metrics" / name / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+        (tmp_path / name / "metrics.jsonl").write_text(json.dumps(row) + "\n")
     assert [point.values for point in find_curves(tmp_path)] == [
         {"train/loss": -0.1, "train/entropy": -0.1},
         {"sft/loss": 3.0},

@@ -14,4 +14,14 @@ def config(request) -> QwenConfig:
 
 @pytest.fixture
 def key() -> jax.Array:
-    return jax.random.key(0)
+    # This generator compiles several times faster than the default one.
+    return jax.random.key(0, impl="unsafe_rbg")
+
+
+@pytest.fixture(autouse=True)
+def light_compilation():
+    """These models run for microseconds and compile for seconds."""
+    before = jax.config.jax_disable_most_optimizations
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 
 import pytest
-from tiny_models import TINY_QWEN3, TINY_QWEN3_5, tiny_config
+from tiny_models import SMALL_PIECES, TINY_QWEN3, TINY_QWEN3_5, tiny_config
 
 from reterm_jax.policy.config import ConfigError, QwenConfig
 
 
 def test_round_trip(config):
-    assert QwenConfig.from_hf(config.to_hf(), compute_dtype="float32", remat="none") == config
+    assert QwenConfig.from_hf(config.to_hf(), **SMALL_PIECES) == config
 
 
 def test_multimodal_config_contributes_its_text_part():

@@ -17,7 +17,6 @@ step = jax.jit(extend, static_argnums=1)
 
 @pytest.fixture
 def model(config, key):
-    config = config.replace(chunk_size=16)
     tokens = np.random.default_rng(0).integers(0, 97, (3, 60)).astype(np.int32)
     params = init(config, key)
     positions = jnp.broadcast_to(jnp.arange(60), tokens.shape)

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from tiny_models import init, tiny_config
+from tiny_models import SMALL_PIECES, init, tiny_config
 
 from reterm_jax.policy import hf
 from reterm_jax.policy.config import QwenConfig
@@ -37,7 +37,7 @@ def rewrite(directory, change):
 def test_round_trip(saved):
     directory, params, config = saved
     assert same_tree(hf.load_params(directory, config), params)
-    read = QwenConfig.from_hf(directory, compute_dtype="float32", remat="none")
+    read = QwenConfig.from_hf(directory, **SMALL_PIECES)
     assert read == config
 
 

@@ -30,11 +30,13 @@ TINY_QWEN3_5 = {
     "linear_value_head_dim": 12,
     "linear_conv_kernel_dim": 4,
 }
+# Short chunks and blocks: short rows already have several of each.
+SMALL_PIECES = {"compute_dtype": "float32", "remat": "none", "chunk_size": 16, "attention_block": 24}
 
 
 def tiny_config(family: str, **overrides) -> QwenConfig:
     raw = {"qwen3": TINY_QWEN3, "qwen3_5": TINY_QWEN3_5}[family]
-    return QwenConfig.from_hf(raw, **{"compute_dtype": "float32", "remat": "none", **overrides})
+    return QwenConfig.from_hf(raw, **{**SMALL_PIECES, **overrides})
 
 
 # Jitted once for all tests: called eagerly, the scanned block would be compiled anew at every call.

@@ -8,9 +8,9 @@ import pytest
 
 from reterm_jax.policy.config import QwenConfig
 from reterm_jax.policy.sharding import make_mesh, param_shardings
-from reterm_jax.policy.spec import abstract_params, init_params, param_specs
+from reterm_jax.policy.spec import abstract_params, param_specs
 from reterm_jax.tokens.packing import Example
-from reterm_jax.training.state import abstract_state, init_state
+from reterm_jax.training.state import abstract_state, state_from_params
 
 VOCAB = 32
 
@@ -33,21 +33,21 @@ def policy():
         linear_key_head_dim=8,
         linear_value_head_dim=8,
         tie_word_embeddings=True,
-        initializer_range=0.3,
         compute_dtype="float32",
         remat="none",
         chunk_size=8,
     )
     mesh = make_mesh()
     shardings = param_shardings(config, mesh)
+    rng = np.random.default_rng(0)
+    # Drawn by numpy: compiling the initialisers would take longer than all else here.
+    params = jax.tree.map(lambda spec: rng.normal(0, 0.3, spec.shape).astype(np.float32), param_specs(config))
     return SimpleNamespace(
         config=config,
         mesh=mesh,
         shardings=shardings,
         specs=param_specs(config),
-        new_state=lambda optimizer, seed=0: init_state(
-            lambda key: init_params(config, key), jax.random.key(seed), optimizer, mesh, shardings
-        ),
+        new_state=lambda optimizer: state_from_params(params, optimizer, mesh, shardings),
         abstract_state=lambda optimizer: abstract_state(abstract_params(config), optimizer, mesh, shardings),
     )
 

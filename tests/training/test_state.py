@@ -5,13 +5,18 @@ import optax
 import pytest
 
 from reterm_jax.training.optimizer import OptimizerConfig, make_optimizer
-from reterm_jax.training.state import state_from_params
+from reterm_jax.training.state import init_state, state_from_params
+
+KEY = jax.random.key(0)
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_abstract_state_describes_the_real_one(policy, name):
     optimizer = make_optimizer(OptimizerConfig(name=name), policy.specs, 10)
     real, abstract = policy.new_state(optimizer), policy.abstract_state(optimizer)
+    again = init_state(lambda key: jax.tree.map(jnp.copy, real.params), KEY, optimizer, policy.mesh, policy.shardings)
+    assert jax.tree.structure(again) == jax.tree.structure(real)
+    jax.tree.map(lambda x, a: np.testing.assert_array_equal(x, a) or x.sharding == a.sharding, again, real)
     assert jax.tree.structure(real) == jax.tree.structure(abstract)
     for a, b in zip(jax.tree.leaves(real), jax.tree.leaves(abstract), strict=True):
         assert (a.shape, a.dtype, a.sharding) == (b.shape, b.dtype, b.sharding)
