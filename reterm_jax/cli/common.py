@@ -18,7 +18,7 @@ def run_main(main: Callable[[Sequence[str]], None], *, positional: int = 0) -> N
     def guarded(argv: Sequence[str]) -> None:
         if len(argv) > 1 + positional:
             raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
-        logging.set_verbosity(logging.INFO)
+        logging.set_verbosity(logging.WARNING)  # Orbax narrates every save
         try:
             main(argv)
         except _known_errors() as error:

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import hashlib
 import json
-import logging
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -45,7 +44,6 @@ def run(config: ConfigDict, workdir: str) -> None:
     """
     # A polite kill unwinds like an interrupt, so that sandboxes are removed; the run resumes from its last checkpoint.
     signal.signal(signal.SIGTERM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
-    logging.getLogger("absl").setLevel(logging.WARNING)  # Orbax narrates every save
     with open_workdir(workdir, config.to_dict()) as work:
         print(f"workdir {work.root}  seed {config.seed}  devices {jax.device_count()} × {jax.devices()[0].device_kind}")
         host = make_host(

@@ -21,7 +21,7 @@ def key() -> jax.Array:
 @pytest.fixture(autouse=True)
 def light_compilation():
     """These models run for microseconds and compile for seconds."""
-    before = jax.config.jax_disable_most_optimizations
+    before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", before)

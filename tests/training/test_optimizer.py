@@ -33,19 +33,19 @@ def test_errors_name_the_field(fields):
         OptimizerConfig(**fields)
 
 
-def first_update(policy, config):
-    optimizer = make_optimizer(config, policy.specs, 10)
-    params = policy.new_state(optimizer).params
+def first_update(hybrid, config):
+    optimizer = make_optimizer(config, hybrid.specs, 10)
+    params = hybrid.new_state(optimizer).params
     grads = jax.tree.map(lambda x: jnp.cos(jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape), params)
     updates, _ = jax.jit(optimizer.update)(grads, optimizer.init(params), params)
     return params, updates
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_weight_decay_spares_norms_biases_and_decay_rates(policy, name):
+def test_weight_decay_spares_norms_biases_and_decay_rates(hybrid, name):
     config = {"name": name, "learning_rate": 0.1}
-    params, plain = first_update(policy, OptimizerConfig(**config))
-    _, decayed = first_update(policy, OptimizerConfig(**config, weight_decay=0.5))
+    params, plain = first_update(hybrid, OptimizerConfig(**config))
+    _, decayed = first_update(hybrid, OptimizerConfig(**config, weight_decay=0.5))
     decay = jax.tree.map(lambda a, b: a - b, plain, decayed)
     linear = decay["layers"]["0"]["mixer"]
     norms = decay["layers"]["0"]["input_norm"], decay["final_norm"], linear["norm"]
@@ -55,8 +55,8 @@ def test_weight_decay_spares_norms_biases_and_decay_rates(policy, name):
     np.testing.assert_allclose(linear["q_proj"], 0.05 * params["layers"]["0"]["mixer"]["q_proj"], atol=1e-6)
 
 
-def test_muon_makes_the_matrices_of_every_layer_orthogonal(policy):
-    _, updates = first_update(policy, OptimizerConfig(name="muon", learning_rate=1.0))
+def test_muon_makes_the_matrices_of_every_layer_orthogonal(hybrid):
+    _, updates = first_update(hybrid, OptimizerConfig(name="muon", learning_rate=1.0))
     output = updates["layers"]["1"]["mixer"]["o_proj"].reshape(1, -1, 16)
     for update_LIO in (updates["layers"]["0"]["mlp"]["up"], output):
         singular = np.linalg.svd(np.asarray(update_LIO), compute_uv=False)
@@ -66,9 +66,9 @@ def test_muon_makes_the_matrices_of_every_layer_orthogonal(policy):
     np.testing.assert_allclose(adam, 1.0, atol=1e-3)
 
 
-def test_updates_go_downhill_and_large_gradients_are_clipped(policy):
-    optimizer = make_optimizer(OptimizerConfig(learning_rate=0.1, clip_norm=1.0), policy.specs, 10)
-    params = policy.new_state(optimizer).params
+def test_updates_go_downhill_and_large_gradients_are_clipped(hybrid):
+    optimizer = make_optimizer(OptimizerConfig(learning_rate=0.1, clip_norm=1.0), hybrid.specs, 10)
+    params = hybrid.new_state(optimizer).params
     grads = jax.tree.map(lambda x: jnp.full_like(x, 1e6), params)
     updates, state = jax.jit(optimizer.update)(grads, optimizer.init(params), params)
     assert all((u < 0).all() for u in jax.tree.leaves(updates))

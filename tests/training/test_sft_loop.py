@@ -4,19 +4,14 @@ import pytest
 
 from reterm_jax.checkpoint.checkpointer import Checkpointer
 from reterm_jax.training.metrics import MetricsWriter, read_metrics
-from reterm_jax.training.optimizer import OptimizerConfig, make_optimizer
 from reterm_jax.training.sft_loop import PackedEpochs, SFTConfig, run
-from reterm_jax.training.steps import StepConfig, make_sft_step
 
 CONFIG = SFTConfig(epochs=2, row_length=16, rows_per_update=2, seed=3, log_every=2, checkpoint_every=2)
 
 
 @pytest.fixture(scope="module")
-def job(policy, examples):
-    data = PackedEpochs(examples, CONFIG)
-    optimizer = make_optimizer(OptimizerConfig(learning_rate=0.01, schedule="linear"), policy.specs, data.total_steps)
-    step = make_sft_step(policy.config, StepConfig(micro_rows=2), optimizer, policy.mesh, policy.shardings)
-    return data, optimizer, step
+def job(sft, examples):
+    return PackedEpochs(examples, CONFIG), sft.optimizer, sft.step
 
 
 def test_each_epoch_visits_every_row_once_in_its_own_order(job):

@@ -14,14 +14,14 @@ from reterm_jax.training.optimizer import OptimizerConfig, make_optimizer
 from reterm_jax.training.state import init_state
 from reterm_jax.training.steps import StepConfig, make_rl_step
 
-config = QwenConfig("qwen3", 32, 16, 24, 2, 2, 2, 8, ("full_attention",) * 2, compute_dtype="float32", remat="none")
+config = QwenConfig("qwen3", 32, 16, 24, 1, 2, 2, 8, ("full_attention",), compute_dtype="float32", remat="none")
 rng = np.random.default_rng(0)
 examples = [
     Example(rng.integers(0, 32, n), np.arange(n) > 1, float(rng.normal()), np.full(n, -3.0)) for n in range(4, 17)
 ]
 batch, _ = pack(examples, length=16)
 results = []
-for name in ("adamw", "muon"):
+for name in ("muon",):  # Adam is in it, for what is no matrix
     optimizer = make_optimizer(OptimizerConfig(name, 1e-2, weight_decay=0.1), param_specs(config), 10)
     for axes in ((1, 1, 1), (2, 2, 2)):
         mesh = make_mesh(*axes)

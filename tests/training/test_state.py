@@ -11,10 +11,10 @@ KEY = jax.random.key(0)
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_abstract_state_describes_the_real_one(policy, name):
-    optimizer = make_optimizer(OptimizerConfig(name=name), policy.specs, 10)
-    real, abstract = policy.new_state(optimizer), policy.abstract_state(optimizer)
-    again = init_state(lambda key: jax.tree.map(jnp.copy, real.params), KEY, optimizer, policy.mesh, policy.shardings)
+def test_abstract_state_describes_the_real_one(hybrid, name):
+    optimizer = make_optimizer(OptimizerConfig(name=name), hybrid.specs, 10)
+    real, abstract = hybrid.new_state(optimizer), hybrid.abstract_state(optimizer)
+    again = init_state(lambda key: jax.tree.map(jnp.copy, real.params), KEY, optimizer, hybrid.mesh, hybrid.shardings)
     assert jax.tree.structure(again) == jax.tree.structure(real)
     jax.tree.map(lambda x, a: np.testing.assert_array_equal(x, a) or x.sharding == a.sharding, again, real)
     assert jax.tree.structure(real) == jax.tree.structure(abstract)
@@ -23,10 +23,10 @@ def test_abstract_state_describes_the_real_one(policy, name):
     assert int(real.step) == 0
 
 
-def test_a_state_from_parameters_owns_float32_copies(policy):
-    given = jax.tree.map(lambda x: x.astype(jnp.bfloat16), policy.new_state(optax.sgd(1.0)).params)
+def test_a_state_from_parameters_owns_float32_copies(hybrid):
+    given = jax.tree.map(lambda x: x.astype(jnp.bfloat16), hybrid.new_state(optax.sgd(1.0)).params)
     given["embed"] = given["embed"].astype(jnp.float32)  # no cast, and still a copy
-    state = state_from_params(given, optax.adam(1.0), policy.mesh, policy.shardings)
+    state = state_from_params(given, optax.adam(1.0), hybrid.mesh, hybrid.shardings)
     assert {x.dtype for x in jax.tree.leaves(state.params)} == {jnp.dtype("float32")}
     np.testing.assert_array_equal(state.params["embed"], given["embed"])
     assert state.params["embed"].unsafe_buffer_pointer() != given["embed"].unsafe_buffer_pointer()

@@ -1,0 +1,150 @@
+"""The main job in miniature, as a user starts it: killed in the middle, started again, and bad input refused."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).parents[2]
+TINY = {
+    "model.hidden": 32,
+    "model.layers": 2,
+    "model.mlp": 48,
+    "model.heads": 2,
+    "model.kv_heads": 1,
+    "model.head_dim": 16,
+    "model.linear_heads": 2,
+    "model.linear_head_dim": 16,
+    "tasks.train_per_family": 4,
+    "tasks.test_per_family": 2,
+    "sandbox.concurrent": 8,
+    "agent.max_turns": 2,
+    "agent.max_tokens": 512,
+    "agent.max_turn_tokens": 16,
+    "base.examples": 20,
+    "base.epochs": 1,
+    "sft.examples": 8,
+    "sft.sampled_fraction": 0.25,
+    "sft.epochs": 1,
+    "rl.steps": 3,
+    "rl.save_every": 1,
+    "rl.tasks": 2,
+    "rl.attempts": 3,
+    "rl.states": 2,
+    "rl.forks": 2,
+    "eval.states": 4,
+    "eval.forks": 1,
+    "eval.trees": 1,
+}
+
+
+def command(workdir, **overrides):
+    fields = {**TINY, **{k.replace("__", "."): v for k, v in overrides.items()}}
+    flags = [f"--config.{name}={value}" for name, value in fields.items()]
+    config = f"--config={REPO / 'configs' / 'quickstart.py'}"
+    return [sys.executable, "-m", "reterm_jax.cli.train", config, f"--workdir={workdir}", *flags]
+
+
+def run(*args, **kwargs):
+    return subprocess.run(
+        command(*args, **kwargs), cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=900
+    )
+
+
+@pytest.fixture(scope="module")
+def killed_and_resumed(tmp_path_factory):
+    """A run that was killed with SIGKILL after its first RL step, and then run to its end."""
+    if shutil.which("bwrap") is None:
+        pytest.skip("bubblewrap is not installed")
+    workdir = tmp_path_factory.mktemp("job") / "run"
+    metrics = workdir / "rl" / "metrics.jsonl"
+    log = (workdir.parent / "log").open("w")
+    process = subprocess.Popen(command(workdir), cwd=REPO, stdout=log, stderr=log, start_new_session=True)
+    deadline = time.monotonic() + 900
+    while not (metrics.exists() and metrics.read_text().count("\n") >= 1):
+        assert process.poll() is None, (workdir.parent / "log").read_text()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    return workdir, run(workdir)
+
+
+def test_a_killed_run_continues_to_its_end(killed_and_resumed):
+    workdir, done = killed_and_resumed
+    assert done.returncode == 0, done.stdout
+    assert "recovery rate" in done.stdout and "ReTerm-GRPO - SFT" in done.stdout
+    report = json.loads((workdir / "report.json").read_text())
+    assert [result["name"] for result in report["results"]] == ["base", "SFT", "ReTerm-GRPO"]
+    assert "First attempt" in (workdir / "report.html").read_text()
+
+
+def test_no_step_is_lost_or_logged_twice(killed_and_resumed):
+    workdir, _ = killed_and_resumed
+    lines = [json.loads(line) for line in (workdir / "rl" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    for line in lines:
+        assert line["rollout/root_attempts"] == 6
+        assert line["recovery/attempts"] <= 4
+
+
+def test_nothing_is_left_behind(killed_and_resumed):
+    workdir, _ = killed_and_resumed
+    assert [path for path in (workdir / "sandboxes").rglob("*") if path.is_file()] == []
+    processes = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
+    assert str(workdir) not in processes
+
+
+def test_demonstrations_follow_the_published_schema(killed_and_resumed):
+    workdir, _ = killed_and_resumed
+    rows = [
+        json.loads(line)
+        for name in ("sampled", "scripted")
+        for line in (workdir / "data" / f"recoveries_{name}.jsonl").read_text().splitlines()
+    ]
+    assert len(rows) == 8
+    columns = {"id", "task_id", "messages", "train_from_message_index", "target_attempt_index", "trajectory_sha256"}
+    assert all(set(row) == columns for row in rows)
+
+
+def test_a_finished_run_is_reported_again_without_training(killed_and_resumed):
+    workdir, first = killed_and_resumed
+    again = run(workdir)
+    assert again.returncode == 0
+    assert (
+        again.stdout.split("policy  ")[1].split("report:")[0] == first.stdout.split("policy  ")[1].split("report:")[0]
+    )
+    assert "rl     " not in again.stdout
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ({"rl__forks": 3}, "config.rl.forks was 2, now 3"),
+        ({"rl__branches": 3}, "branches"),
+    ],
+)
+def test_another_config_is_refused_and_nothing_overwritten(killed_and_resumed, overrides, said):
+    workdir, _ = killed_and_resumed
+    before = (workdir / "report.json").read_bytes()
+    done = run(workdir, **overrides)
+    assert done.returncode == 1
+    assert said in done.stdout.splitlines()[-1]
+    assert (workdir / "report.json").read_bytes() == before
+
+
+def test_a_malformed_task_is_named(tmp_path):
+    for split in ("train", "test"):
+        task = tmp_path / "tasks" / split / "broken"
+        task.mkdir(parents=True)
+        (task / "task.toml").write_text("[agent]\ntimeout_sec = 'soon'\n")
+        (task / "instruction.md").write_text("do it")
+    done = run(tmp_path / "run", tasks__path=tmp_path / "tasks")
+    assert done.returncode == 1
+    assert "broken/task.toml" in done.stdout and "timeout_sec" in done.stdout
