@@ -140,26 +140,27 @@ def chunked_delta_rule(
     documents_NBC = _chunks_first(documents_BT, chunk, pad, mode="edge")
     q_NBGCK, k_NBGCK = q.swapaxes(2, 3), k.swapaxes(2, 3)
     v_NBGRCV = jnp.moveaxis(v, 2, 4)
-    decay_sum_NBGRC = jnp.cumsum(jnp.moveaxis(log_decay, 2, 4), axis=-1)
     strength_NBGRC = jnp.moveaxis(strength, 2, 4)
 
-    # The document that enters a chunk, and the one that leaves it: only their tokens touch the carried state.
+    # Only the document that enters a chunk reads the carried state, and only the one that leaves it writes it.
     last_NB = documents_NBC[:, :, -1]
     entering_NB = jnp.concatenate([documents_NBC[:1, :, 0], last_NB[:-1]])
     from_state_NBC = documents_NBC == entering_NB[..., None]
-    to_state_NBC = documents_NBC == last_NB[..., None]
     in_document_NBCC = documents_NBC[..., :, None] == documents_NBC[..., None, :]
     visible_NBCC = in_document_NBCC & jnp.tril(jnp.ones((chunk, chunk), bool))
 
-    # Masked before exp: above the diagonal the difference is positive, and its exp would overflow.
+    def product(formula: str, a: jax.Array, b: jax.Array) -> jax.Array:
+        return jnp.einsum(formula, a, b, precision=_EXACT)
+
+    # Summed from the document's first token in the chunk, not as a running sum over the chunk: no rounding error, not
+    # even in gradients, then comes from the document before.
+    decay_sum_NBGRC = product("nbij,nbjgr->nbgri", visible_NBCC.astype(log_decay.dtype), log_decay)
+    # Masked before exp: above the diagonal and across documents the difference may be positive, and its exp overflow.
     difference = decay_sum_NBGRC[..., :, None] - decay_sum_NBGRC[..., None, :]
     decay_NBGRCC = jnp.exp(jnp.where(visible_NBCC[:, :, None, None], difference, -jnp.inf))
     decay_in = jnp.where(from_state_NBC[:, :, None, None], jnp.exp(decay_sum_NBGRC), 0.0)
-    decay_out = jnp.where(to_state_NBC[:, :, None, None], jnp.exp(decay_sum_NBGRC[..., -1:] - decay_sum_NBGRC), 0.0)
+    decay_out = decay_NBGRCC[..., -1, :]
     decay_through_NBGR = jnp.where((last_NB == entering_NB)[..., None, None], jnp.exp(decay_sum_NBGRC[..., -1]), 0.0)
-
-    def product(formula: str, a: jax.Array, b: jax.Array) -> jax.Array:
-        return jnp.einsum(formula, a, b, precision=_EXACT)
 
     key_key = product("nbgik,nbgjk->nbgij", k_NBGCK, k_NBGCK)[:, :, :, None]
     query_key = product("nbgik,nbgjk->nbgij", q_NBGCK, k_NBGCK)[:, :, :, None]

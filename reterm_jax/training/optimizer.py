@@ -16,7 +16,7 @@ SCHEDULES = ("constant", "linear", "cosine")
 class OptimizerConfig:
     """
     Attributes:
-        name: "adamw", or "muon" (Newton–Schulz momentum on the matrices of the layers, Adam on the rest).
+        name: "adamw", or "muon" (Newton–Schulz on the matrices of the layers, Nesterov Adam on the rest).
         learning_rate: the peak. Muon's updates are scaled to Adam's size, so that one value suits both.
         schedule: what follows the warm-up: "constant", or "linear" or "cosine" down to `final_fraction` of the peak.
         warmup: steps of linear warm-up; a value below 1 is a fraction of all steps.

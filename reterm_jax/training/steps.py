@@ -172,7 +172,7 @@ def _make_step(
 
         loss_tokens = jnp.sum(mask_MRT)
         metrics = _averaged(totals, loss_tokens)
-        grad_norm = optax.global_norm(grads)
+        grad_norm = optax.tree.norm(grads)
         applied = jnp.isfinite(grad_norm) & (loss_tokens > 0)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         new = optax.apply_updates(state.params, updates), opt_state

@@ -39,8 +39,8 @@ def assert_same(a, b, rtol=1e-4, atol=5e-6):
 
 
 def test_micro_batches_and_packing_do_not_change_the_update(rl, examples):
-    """Six micro-batches of one short row, against one of four long rows."""
-    assert pack(examples, length=16)[0].rows == 6
+    """Five micro-batches of one short row, against one of two long rows."""
+    assert pack(examples, length=16)[0].rows == 5
     assert pack(examples, length=40)[0].rows == 2
     reference = rl(examples)
     assert_same(rl(examples, micro_rows=4, length=40), reference)
@@ -68,7 +68,7 @@ def test_the_update_equals_a_direct_computation(rl, policy, examples):
     value, expected = jax.jit(jax.value_and_grad(loss))(policy.new_state(SGD).params)
     assert_same(grads, expected, rtol=1e-3, atol=1e-5)
     assert metrics["train/loss"] == pytest.approx(float(value), rel=1e-4)
-    assert metrics["train/grad_norm"] == pytest.approx(float(optax.global_norm(expected)), rel=1e-3)
+    assert metrics["train/grad_norm"] == pytest.approx(float(optax.tree.norm(expected)), rel=1e-3)
     assert metrics["train/skipped"] == 0
 
 
@@ -76,7 +76,7 @@ def test_metrics_of_the_sampler_mismatch(rl, policy, examples):
     _, metrics = rl(examples)
     batch, placements = pack(examples, length=16)
     score = make_score(policy.config, StepConfig(micro_rows=4, temperature=TEMPERATURE), policy.mesh, policy.shardings)
-    logprobs, entropy = score(policy.new_state(SGD).params, batch)  # six rows: the second micro-batch is filled up
+    logprobs, entropy = score(policy.new_state(SGD).params, batch)  # five rows: the second micro-batch is filled up
     difference = np.abs(logprobs - batch.old_logprobs)[batch.loss_mask]
     expected = {
         "mean": difference.mean(),
@@ -100,8 +100,8 @@ def test_updates_of_five_to_eight_micro_batches_share_one_compilation(rl, exampl
 
     jax.monitoring.register_event_duration_secs_listener(listener)
     try:
-        for chosen in (examples[:6], [*examples, examples[0]], [*examples, examples[0], examples[5]]):
-            rl(chosen)
+        for more in (1, 2, 3):
+            rl(examples + [examples[0]] * more)  # a whole row each
     finally:
         jax.monitoring.unregister_event_duration_listener(listener)
     assert not [name for name in compiled if "backend_compile" in name]
