@@ -65,7 +65,7 @@ def killed_and_resumed(tmp_path_factory):
     workdir = tmp_path_factory.mktemp("job") / "run"
     metrics = workdir / "rl" / "metrics.jsonl"
     log = (workdir.parent / "log").open("w")
-    process = subprocess.Popen(command(workdir), cwd=REPO, stdout=log, stderr=log, start_new_session=True)
+    process = subprocess.Popen(command(workdir), cwd=REPO, stdout=log, stderr=log, process_group=0)
     deadline = time.monotonic() + 900
     while not (metrics.exists() and metrics.read_text().count("\n") >= 1):
         assert process.poll() is None, (workdir.parent / "log").read_text()
