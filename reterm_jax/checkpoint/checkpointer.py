@@ -78,6 +78,9 @@ class Checkpointer:
         except Exception as error:
             if not _is_no_space(error):
                 raise
+            # What could be written takes the very space that is missing.
+            for leftover in self.directory.glob(f"{step}.orbax-checkpoint-tmp*"):
+                shutil.rmtree(leftover, ignore_errors=True)
             free = shutil.disk_usage(self.directory).free / 2**20
             raise CheckpointError(
                 f"no space left to save step {step} in {self.directory} ({free:.0f} MiB free); free some space and "
