@@ -82,7 +82,7 @@ EIGHT_DEVICES = textwrap.dedent(
         params = init_params(config, jax.random.key(0, impl="unsafe_rbg"))
         value, gradients = jax.jit(jax.value_and_grad(loss), static_argnums=1)(
             params, config, tokens, segments, positions)
-        for sizes in ((2, 2, 2), (1, 8, 1)) if family == "qwen3_5" else ((8, 1, 1),):
+        for sizes in ((2, 2, 2),) if family == "qwen3_5" else ((1, 8, 1), (8, 1, 1)):
             mesh = make_mesh(*sizes)
             shardings = param_shardings(config, mesh)
             with jax.set_mesh(mesh):
