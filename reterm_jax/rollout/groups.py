@@ -10,7 +10,7 @@ import dataclasses
 import hashlib
 import logging
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from reterm_jax.agent.episode import AgentLimits, Attempt, FailureState, run_attempt
 from reterm_jax.rollout.samplers.base import Sampler
@@ -135,42 +135,22 @@ def choose_states(states_by_task: Sequence[Sequence[FailureState]], count: int, 
 
 
 async def roll_step(
-    roller: Roller,
-    tasks: Sequence[Task],
-    *,
-    attempts: int,
-    states: int,
-    forks: int,
-    seed: str,
-    progress: Callable[[int, int], None] | None = None,
+    roller: Roller, tasks: Sequence[Task], *, attempts: int, states: int, forks: int, seed: str
 ) -> list[Group]:
     """One step's groups: a root group of `attempts` per task, then `forks` recoveries from each of `states` failures.
 
     With `states` = 0 this is plain GRPO. Every snapshot made here is released before it returns.
     """
     gate = asyncio.Semaphore(roller.concurrent)
-    total, done = len(tasks) + states, 0
-
-    async def counted(coroutine):
-        nonlocal done
-        result = await coroutine
-        done += 1
-        if progress is not None:
-            progress(done, total)
-        return result
-
     roots = await asyncio.gather(
-        *(counted(roller.root_group(t, attempts, f"{seed}/root{i}", gate, states > 0)) for i, t in enumerate(tasks))
+        *(roller.root_group(t, attempts, f"{seed}/root{i}", gate, states > 0) for i, t in enumerate(tasks))
     )
     candidates = [found for _, found in roots]
     by_id = {task.id: task for task in tasks}
     try:
         chosen = choose_states(candidates, states, f"{seed}/choice")
         recoveries = await asyncio.gather(
-            *(
-                counted(roller.recovery_group(by_id[s.task_id], s, forks, f"{seed}/fork{i}", gate))
-                for i, s in enumerate(chosen)
-            )
+            *(roller.recovery_group(by_id[s.task_id], s, forks, f"{seed}/fork{i}", gate) for i, s in enumerate(chosen))
         )
     finally:
         await asyncio.gather(*(roller.host.release(s.snapshot) for found in candidates for s in found))

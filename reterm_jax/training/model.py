@@ -76,6 +76,8 @@ def write_tiny_model(directory: Path, sizes: ConfigDict, corpus: Iterable[str]) 
         "model_type": "qwen3_5_text",
         "architectures": ["Qwen3_5ForCausalLM"],
         "vocab_size": len(tokenizer),
+        # 0.02, right for wide models, leaves a narrow one slow to learn to copy.
+        "initializer_range": 0.08,
         "hidden_size": sizes.hidden,
         "intermediate_size": sizes.mlp,
         "num_hidden_layers": sizes.layers,

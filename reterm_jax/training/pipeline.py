@@ -13,7 +13,8 @@ import json
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
 import jax
 from ml_collections import ConfigDict
@@ -42,8 +43,7 @@ def run(config: ConfigDict, workdir: str) -> None:
 
     Raises errors that name file, field or task: see the callees.
     """
-    # A polite kill unwinds like an interrupt, so that sandboxes are removed; the run resumes from its last checkpoint.
-    signal.signal(signal.SIGTERM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
+    signal.signal(signal.SIGTERM, _interrupt)
     with open_workdir(workdir, config.to_dict()) as work:
         print(f"workdir {work.root}  seed {config.seed}  devices {jax.device_count()} × {jax.devices()[0].device_kind}")
         host = make_host(
@@ -56,6 +56,11 @@ def run(config: ConfigDict, workdir: str) -> None:
             asyncio.run(_Stages(config, work, host).run())
         finally:
             asyncio.run(host.close())
+
+
+def _interrupt(signum: int, frame: FrameType | None) -> NoReturn:
+    """A polite kill unwinds like an interrupt, so that sandboxes are removed; the run resumes from its checkpoint."""
+    raise KeyboardInterrupt
 
 
 class _Stages:

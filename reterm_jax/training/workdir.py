@@ -21,10 +21,6 @@ class Workdir:
 
     root: Path
 
-    @property
-    def metrics(self) -> Path:
-        return self.root / "metrics"
-
     def write_json(self, name: str, value: Any) -> None:
         """Replaces a file in one move."""
         path = self.root / name

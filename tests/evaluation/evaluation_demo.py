@@ -37,7 +37,7 @@ def tree() -> ForkTree:
         version=24,
         tokens=412,
         seconds=3.4,
-        detail="check 1 of 2 failed: /work/app/service.conf still has workers = 2",
+        detail="check 1 of 2 failed: /srv/app/service.conf still has workers = 2",
         turns=[
             TurnRecord(
                 "The setting is in the configuration file, so I change it in place.",
@@ -143,8 +143,8 @@ def tree() -> ForkTree:
         "no processes alive"
     )
     instruction = (
-        "The service in /work/app runs with too few workers. Set `workers = 8` in its configuration "
-        "`/work/app/service.conf`; leave everything else, the modes included, as it is."
+        "The service in /srv/app runs with too few workers. Set `workers = 8` in its configuration "
+        "`/srv/app/service.conf`; leave everything else, the modes included, as it is."
     )
     return ForkTree("permissions-test-3", "permissions", instruction, failed, listing, [again, solved, hostile, broken])
 

@@ -1,0 +1,108 @@
+"""Root groups and recoveries in real sandboxes, played by scripts instead of a policy."""
+
+import asyncio
+import shutil
+from types import SimpleNamespace
+
+import pytest
+from transformers import AutoTokenizer
+
+from reterm_jax.agent.attempt import AgentLimits
+from reterm_jax.agent.scripted import ScriptedPolicy
+from reterm_jax.rollout.groups import Roller, choose_states, roll_step
+from reterm_jax.sandbox import make_host
+from reterm_jax.sandbox.base import SandboxError
+from reterm_jax.tasks import families
+from reterm_jax.tokens import tiny_tokenizer
+from reterm_jax.tokens.chat import ChatFormat
+
+LIMITS = AgentLimits(max_turns=4, max_tokens=2048, max_turn_tokens=128, command_timeout=5, attempt_timeout=60)
+# Solved only by who comes second: the first attempt leaves a mark and fails, its recovery finds the mark.
+BY_MARK = "[ -e /app/mark ] && touch /app/done; touch /app/mark"
+
+
+@pytest.fixture
+def task(tmp_path):
+    made = families.generate(tmp_path / "tasks", split="train", per_family=1, seed=0, families=("write",))[0]
+    (made.tests_dir / "test.sh").write_text("[ -e /app/done ]; echo $((1 - $?)) > /logs/verifier/reward.txt\n")
+    return made
+
+
+@pytest.fixture
+def roller(tmp_path):
+    if shutil.which("bwrap") is None:
+        pytest.skip("bubblewrap is not installed")
+    chat = ChatFormat(AutoTokenizer.from_pretrained(tiny_tokenizer.build([BY_MARK], tmp_path / "tokenizer")))
+    policy = ScriptedPolicy(chat, [families.Action("try", BY_MARK), families.SUBMIT])
+    host = make_host("bubblewrap", tmp_path / "run", max_concurrent=3, run_id="test")
+    yield Roller(host, policy, chat, LIMITS, 3, "again")
+    asyncio.run(host.close())
+
+
+def test_recoveries_start_from_the_state_that_the_failure_left(roller, task):
+    groups = asyncio.run(roll_step(roller, [task], attempts=2, states=2, forks=3, seed="s"))
+    assert [(group.kind, group.rewards) for group in groups] == [
+        ("root", [0.0, 0.0]),
+        ("recovery", [1.0, 1.0, 1.0]),
+        ("recovery", [1.0, 1.0, 1.0]),
+    ]
+    for group in groups[1:]:
+        failed = next(a for a in groups[0].attempts if a.id == group.state.attempt_id)
+        for attempt in group.attempts:
+            assert attempt.prefix_len == len(failed.transcript)
+            assert attempt.transcript.ids[: attempt.prefix_len] == failed.transcript.ids
+
+
+def test_no_snapshot_outlives_the_step(roller, task, monkeypatch):
+    kept, real_release = set(), roller.host.release
+
+    async def release(snapshot):
+        kept.discard(snapshot.id)
+        await real_release(snapshot)
+
+    def spied(start):
+        async def wrapped(*args):
+            sandbox = await start(*args)
+            snapshot_of = sandbox.snapshot
+
+            async def snapshot():
+                taken = await snapshot_of()
+                kept.add(taken.id)
+                return taken
+
+            sandbox.snapshot = snapshot
+            return sandbox
+
+        return wrapped
+
+    monkeypatch.setattr(roller.host, "release", release)
+    monkeypatch.setattr(roller.host, "start", spied(roller.host.start))
+    asyncio.run(roll_step(roller, [task], attempts=4, states=1, forks=1, seed="s"))
+    assert kept == set()
+
+
+def test_without_states_there_are_root_groups_only(roller, task):
+    groups = asyncio.run(roll_step(roller, [task], attempts=2, states=0, forks=3, seed="s"))
+    assert [group.kind for group in groups] == ["root"]
+
+
+def test_a_sandbox_that_cannot_start_is_not_graded_and_the_step_goes_on(roller, task, monkeypatch):
+    real, calls = roller.host.start, []
+
+    async def start(task):
+        calls.append(task)
+        if len(calls) == 1:
+            raise SandboxError("no room")
+        return await real(task)
+
+    monkeypatch.setattr(roller.host, "start", start)
+    groups = asyncio.run(roll_step(roller, [task], attempts=3, states=0, forks=0, seed="s"))
+    assert sorted(groups[0].rewards, key=str) == [0.0, 0.0, None]
+
+
+def test_states_are_chosen_from_every_task_before_any_task_gives_two():
+    states = [[SimpleNamespace(task_id=t, id=f"{t}{i}") for i in range(n)] for t, n in (("a", 5), ("b", 1), ("c", 2))]
+    chosen = choose_states(states, 4, "seed")
+    assert sorted(state.task_id for state in chosen[:3]) == ["a", "b", "c"]
+    assert len({state.id for state in chosen}) == 4
+    assert [s.id for s in choose_states(states, 4, "seed")] == [s.id for s in chosen]
