@@ -2,8 +2,8 @@
 
 Command:   bash launch/quickstart.sh
 Hardware:  2 CPU cores, 8 GB, no GPU, no Docker (bubblewrap sandboxes).
-Result:    a table of Pass@1 and recovery rate for base, SFT and ReTerm-GRPO, and `report.html`; see the README for the
-           numbers of three seeds.
+Result:    in about 21 minutes a table of Pass@1 and recovery rate for base, SFT and ReTerm-GRPO, and `report.html`.
+           Training does not help yet: see the README for the numbers of one seed.
 
 There are no pretrained weights to download, so the quickstart makes its own base model: a one-million-parameter
 Qwen3.5 hybrid, warmed up on scripted first attempts (most of which fail). Everything after that is the method: SFT on
