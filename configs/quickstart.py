@@ -22,7 +22,8 @@ def get_config() -> ml_collections.ConfigDict:
     c.model = ml_collections.ConfigDict()
     c.model.path = ""  # a Hugging Face directory; empty: the tiny model below
     c.model.hidden = 128
-    c.model.layers = 4  # three Gated DeltaNet layers, then one gated full-attention layer
+    c.model.layers = 2
+    c.model.full_attention_interval = 2  # a Gated DeltaNet layer, then a gated full-attention layer
     c.model.mlp = 384
     c.model.heads = 4
     c.model.kv_heads = 2
@@ -30,6 +31,8 @@ def get_config() -> ml_collections.ConfigDict:
     c.model.linear_heads = 4
     c.model.linear_head_dim = 32
     c.model.dtype = "float32"  # compute; bfloat16 on accelerators
+    c.model.chunk_size = 32  # tokens of a DeltaNet chunk and of an attention block: these suit CPUs;
+    c.model.attention_block = 128  # 64 and 512 accelerators
 
     c.mesh = ml_collections.ConfigDict(dict(data=1, fsdp=1, tensor=1))
 
@@ -55,20 +58,22 @@ def get_config() -> ml_collections.ConfigDict:
 
     c.base = ml_collections.ConfigDict()  # warm-up on scripted first attempts
     c.base.examples = 1500
-    c.base.epochs = 6
-    c.base.learning_rate = 5e-3
+    c.base.epochs = 8
+    c.base.learning_rate = 2e-3
+    c.base.batch_rows = 4
+    c.base.row_length = 512
 
     c.sft = ml_collections.ConfigDict()  # cold start on recovery demonstrations
     c.sft.examples = 200
     c.sft.sampled_fraction = 0.5  # demonstrations that take over from the base model's own failures
     c.sft.epochs = 3
     c.sft.learning_rate = 5e-4
+    c.sft.batch_rows = 2
+    c.sft.row_length = 1024
 
     for stage in (c.base, c.sft):
-        stage.optimizer = "muon"
-        stage.batch_rows = 2
-        stage.micro_rows = 2
-        stage.row_length = 1024
+        stage.optimizer = "adamw"
+        stage.micro_rows = stage.batch_rows
         stage.warmup = 0.05
         stage.schedule = "cosine"
         stage.weight_decay = 0.01

@@ -54,6 +54,8 @@ def _known_errors() -> tuple[type[BaseException], ...]:
     from reterm_jax.sandbox.base import SandboxError
     from reterm_jax.tasks.task import TaskError
     from reterm_jax.tokens.chat import ChatFormatError
+    from reterm_jax.tokens.packing import PackingError
+    from reterm_jax.training.settings import SettingsError
     from reterm_jax.training.workdir import WorkdirError
 
     return (
@@ -63,8 +65,10 @@ def _known_errors() -> tuple[type[BaseException], ...]:
         DatasetError,
         HarborError,
         JournalError,
+        PackingError,
         RecordError,
         SandboxError,
+        SettingsError,
         ShardingError,
         TaskError,
         UserError,

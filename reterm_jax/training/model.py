@@ -49,11 +49,21 @@ class Model:
             return init(self.config, jax.random.key(seed))
 
 
-def load_model(directory: Path, *, dtype: str, mesh_sizes: ConfigDict) -> Model:
-    """Reads config and tokenizer of a Hugging Face directory and lays the parameters out on a mesh."""
+def load_model(directory: Path, compute: ConfigDict, mesh_sizes: ConfigDict) -> Model:
+    """Reads config and tokenizer of a Hugging Face directory and lays the parameters out on a mesh.
+
+    Args:
+      compute: `config.model`: compute dtype, and the block sizes of the layers.
+    """
     from transformers import AutoTokenizer
 
-    config = QwenConfig.from_hf(directory, compute_dtype=dtype, remat="none" if dtype == "float32" else "full")
+    config = QwenConfig.from_hf(
+        directory,
+        compute_dtype=compute.dtype,
+        remat="none" if compute.dtype == "float32" else "full",
+        chunk_size=compute.chunk_size,
+        attention_block=compute.attention_block,
+    )
     tokenizer = AutoTokenizer.from_pretrained(directory)
     mesh = make_mesh(**mesh_sizes)
     return Model(directory, config, tokenizer, ChatFormat(tokenizer), mesh, param_shardings(config, mesh))
@@ -89,7 +99,7 @@ def write_tiny_model(directory: Path, sizes: ConfigDict, corpus: Iterable[str]) 
         "linear_key_head_dim": sizes.linear_head_dim,
         "linear_value_head_dim": sizes.linear_head_dim,
         "linear_conv_kernel_dim": 4,
-        "full_attention_interval": 4,
+        "full_attention_interval": sizes.full_attention_interval,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.25},
         "tie_word_embeddings": True,
         "eos_token_id": tokenizer.convert_tokens_to_ids("<|im_end|>"),

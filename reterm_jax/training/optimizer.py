@@ -37,12 +37,12 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         if self.name not in NAMES:
-            raise ValueError(f"optimizer.name {self.name!r} is unknown; one of {', '.join(NAMES)}")
+            raise ValueError(f"optimizer {self.name!r} is unknown; one of {', '.join(NAMES)}")
         if self.schedule not in SCHEDULES:
-            raise ValueError(f"optimizer.schedule {self.schedule!r} is unknown; one of {', '.join(SCHEDULES)}")
+            raise ValueError(f"schedule {self.schedule!r} is unknown; one of {', '.join(SCHEDULES)}")
         for field in ("learning_rate", "warmup", "clip_norm", "weight_decay", "final_fraction"):
             if getattr(self, field) < 0:
-                raise ValueError(f"optimizer.{field} must not be negative, got {getattr(self, field)}")
+                raise ValueError(f"{field} must not be negative, got {getattr(self, field)}")
 
 
 def make_schedule(config: OptimizerConfig, total_steps: int) -> optax.Schedule:

@@ -19,7 +19,6 @@ from typing import Any, NoReturn
 import jax
 from ml_collections import ConfigDict
 
-from reterm_jax.agent.attempt import AgentLimits
 from reterm_jax.checkpoint.checkpointer import Checkpointer
 from reterm_jax.policy.spec import abstract_params, param_specs
 from reterm_jax.recovery.dataset import Row
@@ -32,9 +31,10 @@ from reterm_jax.tokens.packing import Example
 from reterm_jax.training import demonstrations, judging, rl_loop, sft_loop
 from reterm_jax.training.metrics import MetricsWriter, format_progress
 from reterm_jax.training.model import Model, load_model, write_tiny_model
-from reterm_jax.training.optimizer import OptimizerConfig, make_optimizer
+from reterm_jax.training.optimizer import make_optimizer
+from reterm_jax.training.settings import Settings, Supervised, read_settings
 from reterm_jax.training.state import abstract_state, state_from_params
-from reterm_jax.training.steps import StepConfig, make_rl_step, make_sft_step
+from reterm_jax.training.steps import make_rl_step, make_sft_step
 from reterm_jax.training.workdir import Workdir, open_workdir
 
 
@@ -43,6 +43,7 @@ def run(config: ConfigDict, workdir: str) -> None:
 
     Raises errors that name file, field or task: see the callees.
     """
+    settings = read_settings(config)
     signal.signal(signal.SIGTERM, _interrupt)
     with open_workdir(workdir, config.to_dict()) as work:
         print(f"workdir {work.root}  seed {config.seed}  devices {jax.device_count()} × {jax.devices()[0].device_kind}")
@@ -53,7 +54,7 @@ def run(config: ConfigDict, workdir: str) -> None:
             run_id=hashlib.sha256(str(work.root).encode()).hexdigest()[:12],
         )
         try:
-            asyncio.run(_Stages(config, work, host).run())
+            asyncio.run(_Stages(config, settings, work, host).run())
         finally:
             asyncio.run(host.close())
 
@@ -66,23 +67,22 @@ def _interrupt(signum: int, frame: FrameType | None) -> NoReturn:
 class _Stages:
     """The stages of one run, with what they share."""
 
-    def __init__(self, config: ConfigDict, work: Workdir, host: SandboxHost):
-        self.config, self.work, self.host = config, work, host
+    def __init__(self, config: ConfigDict, settings: Settings, work: Workdir, host: SandboxHost):
+        self.config, self.settings, self.work, self.host = config, settings, work, host
         self.train_tasks, self.test_tasks = self._tasks()
-        self.limits = AgentLimits(**{k: v for k, v in config.agent.items() if k != "retry_message"})
 
     async def run(self) -> None:
         config = self.config
         self.model = await self._model()
         params = self.model.initial_params(config.seed, pretrained=bool(config.model.path))
         if not config.model.path:
-            params = self._supervised("base", config.base, await self._first_attempts(), params)
+            params = self._supervised("base", self.settings.base, await self._first_attempts(), params)
         base_params = params
 
         sampler = self._sampler(base_params)
         rows = await self._demonstrations(sampler)
         examples = demonstrations.recovery_examples(rows, self.model.chat, row_length=config.sft.row_length)
-        sft_params = self._supervised("sft", config.sft, examples, base_params)
+        sft_params = self._supervised("sft", self.settings.sft, examples, base_params)
 
         rl_params = await self._reinforce(sampler, sft_params)
 
@@ -96,7 +96,7 @@ class _Stages:
             attempts = await demonstrations.scripted_attempts(
                 self.host,
                 self.model.chat,
-                self.limits,
+                self.settings.limits,
                 self.train_tasks,
                 config.base.examples,
                 seed=config.seed,
@@ -119,7 +119,7 @@ class _Stages:
                 rows += await demonstrations.recoveries(
                     self.host,
                     self.model.chat,
-                    self.limits,
+                    self.settings.limits,
                     self.train_tasks,
                     failures,
                     seed=config.seed,
@@ -151,7 +151,7 @@ class _Stages:
             self.host,
             sampler,
             self.model.chat,
-            self.limits,
+            self.settings.limits,
             config.sandbox.concurrent,
             config.agent.retry_message,
             config.rl.temperature,
@@ -185,7 +185,7 @@ class _Stages:
                 self.host, self.train_tasks, seed=config.seed, retry_message=config.agent.retry_message
             )
             write_tiny_model(directory, config.model, texts)
-        return load_model(directory, dtype=config.model.dtype, mesh_sizes=config.mesh)
+        return load_model(directory, config.model, config.mesh)
 
     @property
     def _abstract_params(self) -> Any:
@@ -198,18 +198,7 @@ class _Stages:
     def _fingerprint(self) -> str:
         return hashlib.sha256(json.dumps(self.config.to_dict(), sort_keys=True).encode()).hexdigest()[:16]
 
-    def _optimizer(self, stage: ConfigDict, total_steps: int):
-        config = OptimizerConfig(
-            name=stage.optimizer,
-            learning_rate=stage.learning_rate,
-            schedule=stage.schedule,
-            warmup=stage.warmup,
-            clip_norm=stage.clip_norm,
-            weight_decay=stage.weight_decay,
-        )
-        return make_optimizer(config, param_specs(self.model.config), total_steps)
-
-    def _supervised(self, name: str, stage: ConfigDict, examples: Sequence, params: Any) -> Any:
+    def _supervised(self, name: str, stage: Supervised, examples: Sequence, params: Any) -> Any:
         """Trains on examples and returns the new parameters; only reads them where the stage is finished."""
         model = self.model
         directory = self.work.root / name
@@ -217,57 +206,38 @@ class _Stages:
             with self.work.phase(name) as pending:
                 if not pending:
                     return checkpointer.restore_params(self._abstract_params)
-                loop = sft_loop.SFTConfig(
-                    epochs=stage.epochs,
-                    row_length=stage.row_length,
-                    rows_per_update=stage.batch_rows,
-                    seed=self.config.seed,
-                )
-                data = sft_loop.PackedEpochs(examples, loop)
-                optimizer = self._optimizer(stage, data.total_steps)
+                data = sft_loop.PackedEpochs(examples, stage.loop)
+                optimizer = make_optimizer(stage.optimizer, param_specs(model.config), data.total_steps)
                 if checkpointer.latest_step is None:
                     state = state_from_params(params, optimizer, model.mesh, model.shardings)
                 else:
                     abstract = abstract_state(abstract_params(model.config), optimizer, model.mesh, model.shardings)
                     state, _ = checkpointer.restore(abstract)
-                step = make_sft_step(
-                    model.config, StepConfig(micro_rows=stage.micro_rows), optimizer, model.mesh, model.shardings
-                )
+                step = make_sft_step(model.config, stage.step, optimizer, model.mesh, model.shardings)
                 with MetricsWriter(directory, resume_step=int(state.step)) as metrics:
                     state = sft_loop.run(
-                        data, state, step, loop, checkpointer=checkpointer, metrics=metrics, phase=name
+                        data, state, step, stage.loop, checkpointer=checkpointer, metrics=metrics, phase=name
                     )
                 return state.params
 
     async def _reinforce(self, sampler: JaxSampler, params: Any) -> Any:
-        model, rl = self.model, self.config.rl
+        model, rl = self.model, self.settings.rl
         with Checkpointer(self.work.root / "rl" / "checkpoints", fingerprint=self._fingerprint()) as checkpointer:
             with self.work.phase("rl") as pending:
                 if not pending:
                     return checkpointer.restore_params(self._abstract_params)
-                optimizer = self._optimizer(rl, rl.steps * rl.updates)
+                updates = rl.loop.steps * rl.loop.updates
+                optimizer = make_optimizer(rl.optimizer, param_specs(model.config), updates)
                 first = checkpointer.latest_step or 0
                 if first:
                     abstract = abstract_state(abstract_params(model.config), optimizer, model.mesh, model.shardings)
                     state, _ = checkpointer.restore(abstract)
                 else:
                     state = state_from_params(params, optimizer, model.mesh, model.shardings)
-                objective_args = {}
-                if rl.objective == "ppo_clip":
-                    objective_args = {"clip_low": rl.clip_low, "clip_high": rl.clip_high}
-                step_config = StepConfig(
-                    micro_rows=rl.micro_rows,
-                    temperature=rl.temperature,
-                    objective=rl.objective,
-                    objective_args=objective_args,
-                )
-                step = make_rl_step(model.config, step_config, optimizer, model.mesh, model.shardings)
-                loop = rl_loop.RLConfig(
-                    seed=self.config.seed, **{f: rl[f] for f in rl_loop.RLConfig.__dataclass_fields__ if f != "seed"}
-                )
+                step = make_rl_step(model.config, rl.step, optimizer, model.mesh, model.shardings)
                 with MetricsWriter(self.work.root / "rl", resume_step=first) as metrics:
                     state = await rl_loop.run(
-                        loop,
+                        rl.loop,
                         self.train_tasks,
                         self._roller(sampler),
                         sampler,

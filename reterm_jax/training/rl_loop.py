@@ -51,12 +51,12 @@ class RLConfig:
     def __post_init__(self) -> None:
         for field in ("steps", "tasks", "attempts", "updates", "row_length", "save_every"):
             if getattr(self, field) < 1:
-                raise ValueError(f"rl.{field} must be at least 1, got {getattr(self, field)}")
+                raise ValueError(f"{field} must be at least 1, got {getattr(self, field)}")
         for field in ("states", "forks", "recovery_weight"):
             if getattr(self, field) < 0:
-                raise ValueError(f"rl.{field} must not be negative, got {getattr(self, field)}")
+                raise ValueError(f"{field} must not be negative, got {getattr(self, field)}")
         if self.states and not self.forks:
-            raise ValueError("rl.forks is 0 while rl.states is not; set rl.states=0 for plain GRPO")
+            raise ValueError("forks is 0 while states is not; set states=0 for plain GRPO")
 
 
 async def run(
@@ -149,7 +149,10 @@ def _own_tokens(attempt) -> int:
 def _train(
     config: RLConfig, step: int, examples: list[Example], state: TrainState, train_step: TrainStep
 ) -> tuple[TrainState, dict[str, float]]:
-    """One update on each of `updates` disjoint parts of the examples. Returns means over the updates."""
+    """One update on each of `updates` disjoint parts of the examples. Returns means over the updates.
+
+    The distance to the sampler is the first update's: later ones have moved away from it on purpose.
+    """
     if not examples:
         # Every group was all solved or all failed: there is nothing to learn from in this step.
         return state, {"train/skipped": 1.0}
@@ -163,7 +166,8 @@ def _train(
         collected.append(
             {**{k: float(v) for k, v in scalars.items()}, "train/padding_fraction": batch.padding_fraction}
         )
-    return state, {key: float(np.mean([c[key] for c in collected])) for key in collected[0]}
+    means = {key: float(np.mean([c[key] for c in collected])) for key in collected[0]}
+    return state, means | {k: v for k, v in collected[0].items() if k.startswith("train/logprob_diff")}
 
 
 def _progress_line(config: RLConfig, step: int, values: Mapping[str, float], durations: Sequence[float]) -> str:

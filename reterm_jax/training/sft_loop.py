@@ -38,7 +38,7 @@ class SFTConfig:
     def __post_init__(self) -> None:
         for field in ("epochs", "row_length", "rows_per_update", "log_every", "checkpoint_every"):
             if getattr(self, field) < 1:
-                raise ValueError(f"sft.{field} must be at least 1, got {getattr(self, field)}")
+                raise ValueError(f"{field} must be at least 1, got {getattr(self, field)}")
 
 
 class PackedEpochs:

@@ -139,6 +139,26 @@ def test_another_config_is_refused_and_nothing_overwritten(killed_and_resumed, o
     assert (workdir / "report.json").read_bytes() == before
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("rl__steps", 0, "config.rl: steps must be at least 1, got 0"),
+        ("rl__row_length", 256, "config.rl: row_length is 256, but an attempt may have agent.max_tokens = 512"),
+        ("rl__objective", "ppo", "config.rl: objective 'ppo' is unknown"),
+        ("base__epochs", 0, "config.base: epochs must be at least 1, got 0"),
+        ("sft__optimizer", "sgd", "config.sft: optimizer 'sgd' is unknown"),
+        ("sft__sampled_fraction", 1.5, "config.sft.sampled_fraction must be in [0, 1], got 1.5"),
+        ("agent__max_turns", 0, "config.agent: limit max_turns is 0"),
+        ("eval__states", 0, "config.eval.states must be positive, got 0"),
+    ],
+)
+def test_a_value_out_of_range_is_named_before_anything_runs(tmp_path, field, value, said):
+    done = run(tmp_path / "run", **{field: value})
+    assert done.returncode == 1
+    assert said in done.stdout.splitlines()[-1]
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_malformed_task_is_named(tmp_path):
     for split in ("train", "test"):
         task = tmp_path / "tasks" / split / "broken"

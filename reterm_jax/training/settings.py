@@ -1,0 +1,119 @@
+"""From the experiment's config to the settings of each stage, all checked before anything runs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ml_collections import ConfigDict
+
+from reterm_jax.agent.attempt import AgentLimits
+from reterm_jax.losses.policy_gradient import load_objective
+from reterm_jax.training.optimizer import OptimizerConfig
+from reterm_jax.training.rl_loop import RLConfig
+from reterm_jax.training.sft_loop import SFTConfig
+from reterm_jax.training.steps import StepConfig
+
+
+class SettingsError(ValueError):
+    """A value of the config that cannot work; the message names its field."""
+
+
+@dataclass(frozen=True)
+class Supervised:
+    """A stage of supervised training."""
+
+    loop: SFTConfig
+    step: StepConfig
+    optimizer: OptimizerConfig
+
+
+@dataclass(frozen=True)
+class Reinforcement:
+    """The stage of ReTerm-GRPO."""
+
+    loop: RLConfig
+    step: StepConfig
+    optimizer: OptimizerConfig
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the stages of one run are made from."""
+
+    limits: AgentLimits
+    base: Supervised
+    sft: Supervised
+    rl: Reinforcement
+
+
+def read_settings(config: ConfigDict) -> Settings:
+    """The settings that `config` (the layout of configs/quickstart.py) asks for; raises SettingsError."""
+    with _named("agent"):
+        limits = AgentLimits(**{k: v for k, v in config.agent.items() if k != "retry_message"})
+    _check_counts(config)
+    stages = {name: _supervised(name, config[name], config.seed) for name in ("base", "sft")}
+    return Settings(limits, stages["base"], stages["sft"], _reinforcement(config, limits))
+
+
+def _supervised(name: str, stage: ConfigDict, seed: int) -> Supervised:
+    with _named(name):
+        loop = SFTConfig(epochs=stage.epochs, row_length=stage.row_length, rows_per_update=stage.batch_rows, seed=seed)
+        return Supervised(loop, StepConfig(micro_rows=stage.micro_rows), _optimizer(stage))
+
+
+def _reinforcement(config: ConfigDict, limits: AgentLimits) -> Reinforcement:
+    rl = config.rl
+    with _named("rl"):
+        loop = RLConfig(seed=config.seed, **{f: rl[f] for f in RLConfig.__dataclass_fields__ if f != "seed"})
+        if rl.row_length < limits.max_tokens:
+            raise ValueError(
+                f"row_length is {rl.row_length}, but an attempt may have agent.max_tokens = {limits.max_tokens}; "
+                "a row must hold one"
+            )
+        if not rl.temperature > 0:
+            raise ValueError(f"temperature must be positive, got {rl.temperature}")
+        clips = {"clip_low": rl.clip_low, "clip_high": rl.clip_high} if rl.objective == "ppo_clip" else {}
+        step = StepConfig(
+            micro_rows=rl.micro_rows, temperature=rl.temperature, objective=rl.objective, objective_args=clips
+        )
+        load_objective(step.objective, step.objective_args)
+        return Reinforcement(loop, step, _optimizer(rl))
+
+
+def _optimizer(stage: ConfigDict) -> OptimizerConfig:
+    return OptimizerConfig(
+        name=stage.optimizer,
+        learning_rate=stage.learning_rate,
+        schedule=stage.schedule,
+        warmup=stage.warmup,
+        clip_norm=stage.clip_norm,
+        weight_decay=stage.weight_decay,
+    )
+
+
+def _check_counts(config: ConfigDict) -> None:
+    fields = {
+        "tasks": ("train_per_family", "test_per_family"),
+        "sandbox": ("concurrent",),
+        "base": ("examples", "micro_rows"),
+        "sft": ("examples", "micro_rows"),
+        "rl": ("micro_rows",),
+        "eval": ("attempts", "states", "forks", "temperature"),
+    }
+    for section, names in fields.items():
+        for name in names:
+            if not config[section][name] > 0:
+                raise SettingsError(f"config.{section}.{name} must be positive, got {config[section][name]}")
+    if not 0 <= config.sft.sampled_fraction <= 1:
+        raise SettingsError(f"config.sft.sampled_fraction must be in [0, 1], got {config.sft.sampled_fraction}")
+
+
+@contextlib.contextmanager
+def _named(section: str) -> Iterator[None]:
+    """Says of which part of the config an error is."""
+    try:
+        yield
+    except ValueError as error:
+        raise SettingsError(f"config.{section}: {error}") from None
