@@ -48,7 +48,7 @@ def get_config() -> ml_collections.ConfigDict:
     # The paper does not publish its agent limits for training; these fit the tiny tasks.
     c.agent = ml_collections.ConfigDict()
     c.agent.max_turns = 6
-    c.agent.max_tokens = 768  # of a whole transcript, the prefix of a recovery included
+    c.agent.max_tokens = 512  # of a whole transcript, the prefix of a recovery included
     c.agent.max_turn_tokens = 64
     c.agent.command_timeout = 5.0
     c.agent.attempt_timeout = 60.0
@@ -64,10 +64,10 @@ def get_config() -> ml_collections.ConfigDict:
     c.base.row_length = 512
 
     c.sft = ml_collections.ConfigDict()  # cold start on recovery demonstrations
-    c.sft.examples = 200
+    c.sft.examples = 600
     c.sft.sampled_fraction = 0.5  # demonstrations that take over from the base model's own failures
-    c.sft.epochs = 3
-    c.sft.learning_rate = 5e-4
+    c.sft.epochs = 4
+    c.sft.learning_rate = 1e-3
     c.sft.batch_rows = 2
     c.sft.row_length = 1024
 
@@ -91,7 +91,7 @@ def get_config() -> ml_collections.ConfigDict:
     c.rl.clip_low = 0.2
     c.rl.clip_high = 0.28
     c.rl.standardise = False
-    c.rl.learning_rate = 3e-4
+    c.rl.learning_rate = 1e-3
     c.rl.warmup = 0.0
     c.rl.schedule = "constant"
     c.rl.weight_decay = 0.0

@@ -76,6 +76,28 @@ def extend(
     return logits_BV, Cache(cache.lengths_B + lengths_B, tuple(layers))
 
 
-def fork(cache: Cache, rows_B: jax.Array) -> Cache:
-    """A cache whose row i is a copy of row `rows_B[i]`: repeats fork a row, omissions drop one."""
-    return jax.tree.map(lambda x: jnp.take(x, rows_B, axis=0), cache)
+def fork(cache: Cache, rows_B: jax.Array, max_len: int | None = None) -> Cache:
+    """A cache whose row i is a copy of row `rows_B[i]`: repeats fork a row, omissions drop one.
+
+    With `max_len` the copies have room for only so many tokens; rows that hold more lose the rest.
+    """
+
+    def copy(layer: KVCache | DeltaState) -> KVCache | DeltaState:
+        if isinstance(layer, KVCache):
+            layer = KVCache(*(x[:, :, :max_len] for x in layer))
+        return jax.tree.map(lambda x: jnp.take(x, rows_B, axis=0), layer)
+
+    return Cache(jnp.take(cache.lengths_B, rows_B), tuple(map(copy, cache.layers)))
+
+
+def write(cache: Cache, rows_B: jax.Array, source: Cache) -> Cache:
+    """Overwrites row `rows_B[i]` with row i of `source`, which may have less room; a row past the end is dropped."""
+
+    def put(old: KVCache | DeltaState, new: KVCache | DeltaState) -> KVCache | DeltaState:
+        if isinstance(old, KVCache):
+            room = new.k_BGSK.shape[2]
+            return KVCache(*(x.at[rows_B, :, :room].set(y, mode="drop") for x, y in zip(old, new, strict=True)))
+        return jax.tree.map(lambda x, y: x.at[rows_B].set(y, mode="drop"), old, new)
+
+    lengths_B = cache.lengths_B.at[rows_B].set(source.lengths_B, mode="drop")
+    return Cache(lengths_B, tuple(put(o, n) for o, n in zip(cache.layers, source.layers, strict=True)))

@@ -6,6 +6,7 @@ import asyncio
 import collections
 import dataclasses
 import logging
+import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -89,25 +90,28 @@ class Collector:
         *,
         seed: int,
         attempts: int = 1,
-        progress: Callable[[int, int], None] | None = None,
+        progress: Callable[[int, int, int], None] | None = None,
     ) -> Collection:
         """Tries `attempts` failures of each task, one recovery each.
 
         Args:
           seed: together with task and number of the attempt it decides what scripts and samplers do.
-          progress: called with (done, total) after each.
+          progress: called with (rows so far, attempts done, attempts in all) after each.
         """
         gate = asyncio.Semaphore(self.concurrent)
         jobs = [(task, index) for index in range(attempts) for task in tasks]
-        done = 0
+        kept = done = 0
 
         async def one(task: Task, index: int) -> Row | str:
-            nonlocal done
+            nonlocal kept, done
             async with gate:
-                result = await self._demonstration(task, f"{task.id}/{seed}/{index}", seed * 1_000_003 + index)
+                name = f"{task.id}/{seed}/{index}"
+                # Each its own: with a shared seed every task would fail in the same way.
+                result = await self._demonstration(task, name, random.Random(name).getrandbits(31))
             done += 1
+            kept += isinstance(result, Row)
             if progress is not None:
-                progress(done, len(jobs))
+                progress(kept, done, len(jobs))
             return result
 
         async with asyncio.TaskGroup() as group:

@@ -139,8 +139,8 @@ async def recoveries(
     counts: dict[str, int] = {}
     start, attempt_seed = 0, seed
     while len(rows) < wanted:
-        chunk = order[start : start + max(8, wanted - len(rows))]
-        collection = await collector.collect(chunk, seed=attempt_seed, progress=progress)
+        chunk = order[start : start + max(concurrent, wanted - len(rows))]
+        collection = await collector.collect(chunk, seed=attempt_seed, progress=_kept(len(rows), wanted, progress))
         rows += collection.rows
         for name, count in collection.counts.items():
             counts[name] = counts.get(name, 0) + count
@@ -156,6 +156,19 @@ async def recoveries(
     write_rows(path, rows)
     print("  " + "  ".join(f"{name} {count}" for name, count in counts.items() if count))
     return rows
+
+
+def _kept(before: int, wanted: int, progress: Progress) -> Callable[[int, int, int], None]:
+    """A collector's progress that tells of each new row, on top of those `before` it."""
+    last = 0
+
+    def told(kept: int, done: int, total: int) -> None:
+        nonlocal last
+        if kept > last and before + kept <= wanted:
+            progress(before + kept, wanted)
+        last = kept
+
+    return told
 
 
 def warm_up_examples(attempts: Sequence[Attempt]) -> list[Example]:

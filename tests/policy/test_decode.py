@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tiny_models import forward, init
 
-from reterm_jax.policy.decode import extend, fork, init_cache
+from reterm_jax.policy.decode import extend, fork, init_cache, write
 from reterm_jax.policy.forward import head
 
 MAX_LEN = 96
@@ -77,6 +77,21 @@ def test_fork_continues_each_copy_on_its_own(model):
     # The parent is untouched.
     again, _ = step(params, config, cache, tokens[:, 30:40], jnp.full(3, 10))
     np.testing.assert_allclose(again, logits[:, 39], atol=2e-4)
+
+
+def test_a_shorter_copy_goes_on_like_the_row_and_can_be_written_back(model):
+    params, config, tokens, logits = model
+    _, cache = step(params, config, init_cache(config, 3, MAX_LEN), tokens[:, :10], jnp.full(3, 10))
+    rows = jnp.asarray([2, 0])
+    got, part = step(params, config, fork(cache, rows, 24), tokens[[2, 0], 10:20], jnp.full(2, 10))
+    np.testing.assert_allclose(got, logits[jnp.asarray([2, 0]), 19], atol=2e-4)
+    # The third row of `part` is written past the end: dropped.
+    cache = write(cache, jnp.asarray([2, 0, 3]), fork(part, jnp.asarray([0, 1, 0])))
+    assert cache.lengths_B.tolist() == [20, 10, 20]
+    got, _ = step(params, config, cache, tokens[:, 20:21], jnp.asarray([1, 0, 1]))
+    np.testing.assert_allclose(got[jnp.asarray([0, 2])], logits[jnp.asarray([0, 2]), 20], atol=2e-4)
+    got, _ = step(params, config, cache, tokens[:, 10:11], jnp.asarray([0, 1, 0]))
+    np.testing.assert_allclose(got[1], logits[1, 10], atol=2e-4)
 
 
 def test_bfloat16_cache(model):

@@ -113,23 +113,42 @@ def test_filters_and_their_counts(chat):
         "idle": play("ls"), "broken": play("ls"),
     }  # fmt: skip
     recoveries = {"unsolved": play("ls"), "long": play("fix", *["ls"] * 9), "idle": []}
-    seen = []
+    seen, rows = [], []
     result = collect(
         chat,
         [task(name) for name in scripts],
         scripted_failures(chat, lambda task, seed: scripts[task.id]),
         lambda task, history, seed: recoveries.get(task.id, play("fix")),
-        progress=lambda done, total: seen.append((done, total)),
+        progress=lambda kept, done, total: seen.append((done, total)) or rows.append(kept),
     )
     assert [row.task_id for row in result.rows] == ["good", "good-too"]
     expected = {"kept": 2, "first_solved": 1, "unsolved": 2, "not_submitted": 1, "env_error": 1}
     assert result.counts == {name: 0 for name in REJECTIONS} | expected
     assert seen == [(n, 7) for n in range(1, 8)]
+    assert rows == sorted(rows) and rows[-1] == 2
 
 
 def test_the_same_messages_are_kept_once(chat):
     result = collect(chat, [task("a")], play("ls"), lambda *_: play("fix"), attempts=3)
     assert len(result.rows) == 1 and (result.counts["kept"], result.counts["duplicate"]) == (1, 2)
+
+
+def test_every_attempt_has_its_own_seed_and_a_repeat_has_the_same(chat):
+    """With one seed for all tasks, a sampler would draw the same noise on each, and a script fail in the same way."""
+
+    def seeds():
+        seen = []
+
+        def failures(task, seed):
+            seen.append((task.id, seed))
+            return scripted_failures(chat, lambda *_: play("ls"))(task, seed)
+
+        collect(chat, [task(name) for name in "abcd"], failures, lambda *_: play("fix"), attempts=2)
+        return sorted(seen)
+
+    first = seeds()
+    assert len({seed for _, seed in first}) == 8
+    assert seeds() == first
 
 
 def test_a_recovery_that_ran_nothing_is_no_demonstration(chat):

@@ -10,10 +10,17 @@ import pytest
 from reterm_jax.policy import forward
 from reterm_jax.policy.config import QwenConfig
 from reterm_jax.policy.spec import init_params
+from reterm_jax.rollout.samplers import jax as jax_sampler
 from reterm_jax.rollout.samplers.base import SamplerError
 from reterm_jax.rollout.samplers.jax import JaxSampler
 
 STOP = 39
+
+
+@pytest.fixture(autouse=True)
+def short_lengths(monkeypatch):
+    """So that attempts outgrow one decode call's cache length after another within these tests."""
+    monkeypatch.setattr(jax_sampler, "_DECODE_LENGTHS", (24, 40))
 
 
 @pytest.fixture(scope="module")

@@ -23,10 +23,12 @@ from reterm_jax.policy import decode
 from reterm_jax.policy.config import QwenConfig
 from reterm_jax.rollout.samplers.base import Completion, SamplerError
 
-# Rows of one prefill call and its token widths. Few shapes keep compilations few; the width of a row's call depends on
-# its own length only, which keeps its numerics independent of its neighbours.
-_PREFILL_ROWS = 8
+# Rows of one device call, the token widths of a prefill call, and the cache lengths of a decode call. Most of the time
+# most attempts wait for a command, so calls have few rows. Few shapes keep compilations few; those of a row's call
+# depend on its own length only, which keeps its numerics independent of its neighbours.
+_ROWS = 8
 _PREFILL_WIDTHS = (16, 64, 256)
+_DECODE_LENGTHS = (256, 1024, 4096)
 
 
 @dataclasses.dataclass
@@ -71,35 +73,44 @@ def _sample(logits_BV: jax.Array, temperature_B: jax.Array, seed_B: jax.Array, i
 def _prefill(params, config, cache, logits_SV, slots_R, tokens_RT, lengths_R):
     """Appends tokens to the caches of some slots; rows of length 0 are padding and change nothing."""
     row_logits_RV, rows = decode.extend(params, config, decode.fork(cache, slots_R), tokens_RT, lengths_R)
-    cache = _put_rows(cache, slots_R, rows)
+    cache = decode.write(cache, slots_R, rows)
     keep_R1 = (lengths_R > 0)[:, None]
     # Padding rows name a slot past the end, which drops their write.
     return cache, logits_SV.at[slots_R].set(jnp.where(keep_R1, row_logits_RV, 0.0), mode="drop")
 
 
-@functools.partial(jax.jit, static_argnames=("config", "stop_id", "steps"), donate_argnames=("cache", "logits_SV"))
-def _decode(params, config, cache, logits_SV, temperature_S, seed_S, index_S, left_S, *, stop_id: int, steps: int):
-    """Samples up to `steps` tokens in every slot with `left` > 0. Stops a row at the stop token.
+@functools.partial(
+    jax.jit, static_argnames=("config", "stop_id", "steps", "room"), donate_argnames=("cache", "logits_SV")
+)
+def _decode(
+    params, config, cache, logits_SV, slots_R, temperature_R, seed_R, index_R, left_R, *, stop_id, steps: int, room: int
+):
+    """Samples up to `steps` tokens in each of these slots with `left` > 0. Stops a row at the stop token.
 
-    Returns cache, logits, left [S], ids [steps, S] (-1 where a row had stopped) and logprobs [steps, S]. The last token
-    of a row is appended to its cache too, so that the cache holds the transcript when the turn ends.
+    Returns cache, logits, ids [steps, R] (-1 where a row had stopped) and logprobs [steps, R]. The last token of a row
+    is appended to its cache too, so that the cache holds the transcript when the turn ends. `room` bounds the tokens
+    that any of the rows may hold at the end; attention reads no more than that.
     """
 
     def step(carry, _):
-        cache, logits_SV, index_S, left_S = carry
-        live_S = left_S > 0
-        ids_S, logprobs_S = _sample(logits_SV, temperature_S, seed_S, index_S)
-        ids_S = jnp.where(live_S, ids_S, 0)
-        next_SV, cache = decode.extend(params, config, cache, ids_S[:, None], live_S.astype(jnp.int32))
-        logits_SV = jnp.where(live_S[:, None], next_SV, logits_SV)
-        left_S = jnp.where(live_S, jnp.where(ids_S == stop_id, 0, left_S - 1), left_S)
-        out = (jnp.where(live_S, ids_S, -1), jnp.where(live_S, logprobs_S, 0.0))
-        return (cache, logits_SV, index_S + live_S, left_S), out
+        rows, logits_RV, index_R, left_R = carry
+        live_R = left_R > 0
+        ids_R, logprobs_R = _sample(logits_RV, temperature_R, seed_R, index_R)
+        ids_R = jnp.where(live_R, ids_R, 0)
+        next_RV, rows = decode.extend(params, config, rows, ids_R[:, None], live_R.astype(jnp.int32))
+        logits_RV = jnp.where(live_R[:, None], next_RV, logits_RV)
+        left_R = jnp.where(live_R, jnp.where(ids_R == stop_id, 0, left_R - 1), left_R)
+        out = (jnp.where(live_R, ids_R, -1), jnp.where(live_R, logprobs_R, 0.0))
+        return (rows, logits_RV, index_R + live_R, left_R), out
 
-    (cache, logits_SV, _, left_S), (ids_NS, logprobs_NS) = jax.lax.scan(
-        step, (cache, logits_SV, index_S, left_S), length=steps
+    # Padding rows name a slot past the end: they read another's, and their write is dropped.
+    rows = decode.fork(cache, jnp.minimum(slots_R, logits_SV.shape[0] - 1), room)
+    logits_RV = logits_SV[jnp.minimum(slots_R, logits_SV.shape[0] - 1)]
+    (rows, logits_RV, _, _), (ids_NR, logprobs_NR) = jax.lax.scan(
+        step, (rows, logits_RV, index_R, left_R), length=steps
     )
-    return cache, logits_SV, left_S, ids_NS, logprobs_NS
+    cache = decode.write(cache, slots_R, rows)
+    return cache, logits_SV.at[slots_R].set(logits_RV, mode="drop"), ids_NR, logprobs_NR
 
 
 @jax.jit
@@ -109,11 +120,7 @@ def _take_slot(cache, logits_SV, slot):
 
 @functools.partial(jax.jit, donate_argnames=("cache", "logits_SV"))
 def _put_slot(cache, logits_SV, slot, row, logits_V):
-    return _put_rows(cache, slot[None], row), logits_SV.at[slot].set(logits_V)
-
-
-def _put_rows(cache, slots_R, rows):
-    return jax.tree.map(lambda old, new: old.at[slots_R].set(new, mode="drop"), cache, rows)
+    return decode.write(cache, slot[None], row), logits_SV.at[slot].set(logits_V)
 
 
 @functools.partial(jax.jit, donate_argnames=("cache",))
@@ -286,26 +293,40 @@ class JaxSampler:
             width = next(w for w in _PREFILL_WIDTHS if len(new) <= w)
             by_width.setdefault(width, []).append((held.slot, new))
         for width, rows in by_width.items():
-            for start in range(0, len(rows), _PREFILL_ROWS):
-                self._prefill(rows[start : start + _PREFILL_ROWS], width)
+            for start in range(0, len(rows), _ROWS):
+                self._prefill(rows[start : start + _ROWS], width)
         self._share(new_prompts)
 
-        temperature_S = np.ones(self.slots, np.float32)
-        seed_S, index_S, left_S = (np.zeros(self.slots, np.int32) for _ in range(3))
+        by_room: dict[int, list[int]] = {}
         for slot, request in self._running.items():
-            temperature_S[slot], seed_S[slot] = request.temperature, request.seed & 0x7FFFFFFF
-            index_S[slot] = len(request.out_ids)
-            left_S[slot] = request.max_tokens - len(request.out_ids)
-        self._cache, self._logits_SV, _, ids_NS, logprobs_NS = _decode(
-            self.params, self.config, self._cache, self._logits_SV, temperature_S, seed_S, index_S, left_S,
-            stop_id=self.stop_id, steps=self.steps,
+            held = len(self._sessions[request.session].ids) + self.steps
+            room = min(next((n for n in _DECODE_LENGTHS if held <= n), self.max_len), self.max_len)
+            by_room.setdefault(room, []).append(slot)
+        for room, slots in by_room.items():
+            for start in range(0, len(slots), _ROWS):
+                self._decode(slots[start : start + _ROWS], room)
+
+    def _decode(self, slots: list[int], room: int) -> None:
+        """A few tokens of the requests that run in these slots."""
+        slots_R = np.full(_ROWS, self.slots, np.int32)
+        temperature_R = np.ones(_ROWS, np.float32)
+        seed_R, index_R, left_R = (np.zeros(_ROWS, np.int32) for _ in range(3))
+        for row, slot in enumerate(slots):
+            request = self._running[slot]
+            slots_R[row], temperature_R[row], seed_R[row] = slot, request.temperature, request.seed & 0x7FFFFFFF
+            index_R[row] = len(request.out_ids)
+            left_R[row] = request.max_tokens - len(request.out_ids)
+        self._cache, self._logits_SV, ids_NR, logprobs_NR = _decode(
+            self.params, self.config, self._cache, self._logits_SV, slots_R, temperature_R, seed_R, index_R, left_R,
+            stop_id=self.stop_id, steps=self.steps, room=room,
         )  # fmt: skip
-        ids_NS, logprobs_NS = np.asarray(ids_NS), np.asarray(logprobs_NS)
-        for slot, request in self._running.items():
-            live_N = ids_NS[:, slot] >= 0
-            ids = ids_NS[live_N, slot].tolist()
+        ids_NR, logprobs_NR = np.asarray(ids_NR), np.asarray(logprobs_NR)
+        for row, slot in enumerate(slots):
+            request = self._running[slot]
+            live_N = ids_NR[:, row] >= 0
+            ids = ids_NR[live_N, row].tolist()
             request.out_ids += ids
-            request.out_logprobs += logprobs_NS[live_N, slot].tolist()
+            request.out_logprobs += logprobs_NR[live_N, row].tolist()
             self._sessions[request.session].ids += ids
             self.tokens_sampled += len(ids)
 
@@ -323,9 +344,9 @@ class JaxSampler:
             self._prefixes.popitem(last=False)
 
     def _prefill(self, rows: list[tuple[int, list[int]]], width: int) -> None:
-        slots_R = np.full(_PREFILL_ROWS, self.slots, np.int32)
-        tokens_RT = np.zeros((_PREFILL_ROWS, width), np.int32)
-        lengths_R = np.zeros(_PREFILL_ROWS, np.int32)
+        slots_R = np.full(_ROWS, self.slots, np.int32)
+        tokens_RT = np.zeros((_ROWS, width), np.int32)
+        lengths_R = np.zeros(_ROWS, np.int32)
         for row, (slot, ids) in enumerate(rows):
             slots_R[row], lengths_R[row] = slot, len(ids)
             tokens_RT[row, : len(ids)] = ids
