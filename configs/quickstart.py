@@ -6,7 +6,7 @@ Result:    in about 21 minutes a table of Pass@1 and recovery rate for base, SFT
            Training does not help yet: see the README for the numbers of one seed.
 
 There are no pretrained weights to download, so the quickstart makes its own base model: a one-million-parameter
-Qwen3.5 hybrid, warmed up on scripted first attempts (most of which fail). Everything after that is the method: SFT on
+Qwen3.5 hybrid, warmed up on scripted attempts (most of which fail). Everything after that is the method: SFT on
 recoveries taken over by an expert, then ReTerm-GRPO. With `model.path` set to a pretrained model there is no warm-up.
 
 Plain GRPO with as many attempts a step:  --config.rl.states=0 --config.rl.tasks=16
@@ -56,7 +56,7 @@ def get_config() -> ml_collections.ConfigDict:
     # Unpublished; content-free, so that the terminal is the only source of information.
     c.agent.retry_message = "not solved yet"
 
-    c.base = ml_collections.ConfigDict()  # warm-up on scripted first attempts
+    c.base = ml_collections.ConfigDict()  # warm-up on scripted attempts
     c.base.examples = 1500
     c.base.epochs = 8
     c.base.learning_rate = 2e-3
@@ -64,7 +64,7 @@ def get_config() -> ml_collections.ConfigDict:
     c.base.row_length = 512
 
     c.sft = ml_collections.ConfigDict()  # cold start on recovery demonstrations
-    c.sft.examples = 600
+    c.sft.examples = 300
     c.sft.sampled_fraction = 0.5  # demonstrations that take over from the base model's own failures
     c.sft.epochs = 4
     c.sft.learning_rate = 1e-3
@@ -91,7 +91,7 @@ def get_config() -> ml_collections.ConfigDict:
     c.rl.clip_low = 0.2
     c.rl.clip_high = 0.28
     c.rl.standardise = False
-    c.rl.learning_rate = 1e-3
+    c.rl.learning_rate = 2e-4
     c.rl.warmup = 0.0
     c.rl.schedule = "constant"
     c.rl.weight_decay = 0.0

@@ -14,10 +14,11 @@ from pathlib import Path
 import numpy as np
 
 from reterm_jax.agent.attempt import AgentLimits, Attempt
-from reterm_jax.agent.episode import RETRY_MESSAGE, fixed_texts, run_attempt
+from reterm_jax.agent.episode import RETRY_MESSAGE, fixed_texts
 from reterm_jax.agent.scripted import ScriptedPolicy
 from reterm_jax.recovery.collect import Collector, FailureSource, scripted_failures
 from reterm_jax.recovery.dataset import Row, read_rows, row_transcript, write_rows
+from reterm_jax.rollout.groups import Roller
 from reterm_jax.sandbox.base import SandboxHost
 from reterm_jax.tasks import families
 from reterm_jax.tasks.families import names
@@ -68,26 +69,33 @@ async def scripted_attempts(
     *,
     seed: int,
     concurrent: int,
+    retry_message: str,
     path: Path,
     progress: Progress,
 ) -> list[Attempt]:
-    """`count` scripted first attempts on `tasks`, not judged; read from `path` where it exists, else written there."""
+    """`count` scripted attempts on `tasks`; read from `path` where it exists, else written there.
+
+    Every second one goes on with another attempt from the state that it left, if it failed.
+    """
     if path.exists():
         return [Attempt.from_dict(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
     gate, done = asyncio.Semaphore(concurrent), 0
 
+    def roller(actions: Sequence[families.Action]) -> Roller:
+        return Roller(host, ScriptedPolicy(chat, actions), chat, limits, concurrent, retry_message)
+
     async def one(index: int) -> Attempt:
         nonlocal done
         task = tasks[index % len(tasks)]
-        actions = families.first_attempt(task, random.Random(f"{seed}/first/{index}"))
-        async with gate:
-            sandbox = await host.start(task)
+        rng = random.Random(f"{seed}/first/{index}")
+        first = roller(families.first_attempt(task, rng))
+        attempt, state = await first.attempt(task, f"first/{index}", gate, start=None, keep=index % 2 == 1)
+        if state is not None:
             try:
-                attempt, _ = await run_attempt(
-                    task, sandbox, ScriptedPolicy(chat, actions), chat, limits, seed=index, attempt_id=f"first/{index}"
-                )
+                second = roller(families.next_attempt(task, rng))
+                attempt, _ = await second.attempt(task, f"next/{index}", gate, start=state, keep=False)
             finally:
-                await sandbox.close()
+                await host.release(state.snapshot)
         done += 1
         progress(done, count)
         return attempt

@@ -76,7 +76,7 @@ class _Stages:
         self.model = await self._model()
         params = self.model.initial_params(config.seed, pretrained=bool(config.model.path))
         if not config.model.path:
-            params = self._supervised("base", self.settings.base, await self._first_attempts(), params)
+            params = self._supervised("base", self.settings.base, await self._scripted_attempts(), params)
         base_params = params
 
         sampler = self._sampler(base_params)
@@ -89,8 +89,8 @@ class _Stages:
         policies = {"base": (base_params, -1), "SFT": (sft_params, 0), self.rl_name: (rl_params, config.rl.steps)}
         await judging.evaluate(config, self.work, self._roller(sampler), sampler, self.test_tasks, policies)
 
-    async def _first_attempts(self) -> list[Example]:
-        """Scripted first attempts, from which a model without pretraining learns how to act at all."""
+    async def _scripted_attempts(self) -> list[Example]:
+        """Scripted attempts, from which a model without pretraining learns how to act at all."""
         config = self.config
         with self._counted("base data") as progress:
             attempts = await demonstrations.scripted_attempts(
@@ -101,7 +101,8 @@ class _Stages:
                 config.base.examples,
                 seed=config.seed,
                 concurrent=config.sandbox.concurrent,
-                path=self.work.root / "data" / "first_attempts.jsonl",
+                retry_message=config.agent.retry_message,
+                path=self.work.root / "data" / "scripted_attempts.jsonl",
                 progress=progress,
             )
         return demonstrations.warm_up_examples(attempts)

@@ -80,25 +80,38 @@ def failure(task: Task, rng: random.Random) -> list[Action]:
 
 
 def first_attempt(task: Task, rng: random.Random) -> list[Action]:
-    """What a weak base model would do: mostly the naive attempt, at times a slip, at times it repairs one error.
-
-    Over all obstacles about 0.38 of these attempts solve their task.
-    """
+    """What a weak base model would do: the naive attempt, at times a slip, at times some repair after it."""
     plan = blueprint(task)
-    look = [rng.choice(_LOOKS)] if rng.random() < 0.15 else []
+    look = [rng.choice(_LOOKS)] if rng.random() < 0.1 else []
     kind = rng.random()
-    if kind < 0.15:
-        way = [*plan.attempt]
-        if task.metadata["obstacle"] != NONE:
-            way += [plan.look] if plan.look else []
-            way += plan.fix
-    elif kind < 0.35:
+    if kind < 0.3:
+        way = [*plan.attempt, *guess(task, rng)]
+    elif kind < 0.45:
         way = [rng.choice(plan.slips)]
-    elif kind < 0.45 and task.metadata["obstacle"] != NONE:
-        way = [*plan.attempt, *_wrong_repair(task, rng)]
     else:
         way = [*plan.attempt]
     return [*look, *way, SUBMIT]
+
+
+def next_attempt(task: Task, rng: random.Random) -> list[Action]:
+    """What a weak base model would do when told that it failed: something that it knows of such tasks, unread."""
+    plan = blueprint(task)
+    kind = rng.random()
+    if kind < 0.2:
+        way = [*plan.attempt]
+    elif kind < 0.35:
+        way = [rng.choice(plan.slips)]
+    else:
+        way = guess(task, rng)
+    return [*way, SUBMIT]
+
+
+def guess(task: Task, rng: random.Random) -> list[Action]:
+    """The repair of one of the family's obstacles, whatever the terminal has said: right as often as chance has it."""
+    metadata = task.metadata
+    family = FAMILIES[metadata["family"]]
+    plan = family.build(metadata["names"], rng.choice([name for name in family.obstacles if name != NONE]))
+    return [*([plan.look] if plan.look else []), *plan.fix]
 
 
 def _wrong_repair(task: Task, rng: random.Random) -> tuple[Action, ...]:
