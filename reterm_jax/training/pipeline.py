@@ -227,7 +227,7 @@ class _Stages:
             with self.work.phase("rl") as pending:
                 if not pending:
                     return checkpointer.restore_params(self._abstract_params)
-                updates = rl.loop.steps * rl.loop.updates
+                updates = rl.loop.steps * rl.loop.epochs * rl.loop.updates
                 optimizer = make_optimizer(rl.optimizer, param_specs(model.config), updates)
                 first = checkpointer.latest_step or 0
                 if first:

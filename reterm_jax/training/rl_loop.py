@@ -27,7 +27,7 @@ from reterm_jax.training.steps import TrainStep
 class RLConfig:
     """
     Attributes:
-        steps: rollouts, each followed by `updates` optimizer updates over disjoint parts of its attempts.
+        steps: rollouts, each followed by `epochs` passes over its attempts, cut into `updates` optimizer updates each.
         tasks, attempts: root groups a step, and attempts in each (G).
         states, forks: failure states chosen a step, and recoveries from each (K); states = 0 is plain GRPO.
         recovery_weight: factor on the loss of recovery tokens.
@@ -43,13 +43,14 @@ class RLConfig:
     forks: int
     recovery_weight: float
     standardise: bool
+    epochs: int
     updates: int
     row_length: int
     save_every: int
     seed: int
 
     def __post_init__(self) -> None:
-        for field in ("steps", "tasks", "attempts", "updates", "row_length", "save_every"):
+        for field in ("steps", "tasks", "attempts", "epochs", "updates", "row_length", "save_every"):
             if getattr(self, field) < 1:
                 raise ValueError(f"{field} must be at least 1, got {getattr(self, field)}")
         for field in ("states", "forks", "recovery_weight"):
@@ -149,16 +150,17 @@ def _own_tokens(attempt) -> int:
 def _train(
     config: RLConfig, step: int, examples: list[Example], state: TrainState, train_step: TrainStep
 ) -> tuple[TrainState, dict[str, float]]:
-    """One update on each of `updates` disjoint parts of the examples. Returns means over the updates.
+    """`epochs` times one update on each of `updates` disjoint parts of the examples. Returns means over the updates.
 
     The distance to the sampler is the first update's: later ones have moved away from it on purpose.
     """
     if not examples:
         # Every group was all solved or all failed: there is nothing to learn from in this step.
         return state, {"train/skipped": 1.0}
-    order = np.random.default_rng(seed_of(f"{config.seed}/order/{step}")).permutation(len(examples))
+    rng = np.random.default_rng(seed_of(f"{config.seed}/order/{step}"))
     collected: list[dict[str, float]] = []
-    for part in np.array_split(order, config.updates):
+    parts = [p for _ in range(config.epochs) for p in np.array_split(rng.permutation(len(examples)), config.updates)]
+    for part in parts:
         if not len(part):
             continue
         batch, _ = pack([examples[i] for i in part], length=config.row_length)

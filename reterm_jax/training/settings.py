@@ -76,7 +76,11 @@ def _reinforcement(config: ConfigDict, limits: AgentLimits) -> Reinforcement:
             raise ValueError(f"temperature must be positive, got {rl.temperature}")
         clips = {"clip_low": rl.clip_low, "clip_high": rl.clip_high} if rl.objective == "ppo_clip" else {}
         step = StepConfig(
-            micro_rows=rl.micro_rows, temperature=rl.temperature, objective=rl.objective, objective_args=clips
+            micro_rows=rl.micro_rows,
+            aggregation=rl.aggregation,
+            temperature=rl.temperature,
+            objective=rl.objective,
+            objective_args=clips,
         )
         load_objective(step.objective, step.objective_args)
         return Reinforcement(loop, step, _optimizer(rl))
