@@ -176,10 +176,18 @@ def _progress_line(config: RLConfig, step: int, values: Mapping[str, float], dur
     shown: dict[str, float | str] = {"reward": values.get("rollout/root_reward", float("nan"))}
     if "recovery/reward" in values:
         shown["recovery"] = values["recovery/reward"]
+    if values.get("train/skipped"):
+        shown["update"] = "skipped"
     shown |= {
-        "entropy": values.get("train/entropy", float("nan")),
-        "tokens/attempt": values["rollout/tokens_per_attempt"],
-        "Δlogprob": values.get("train/logprob_diff_mean", float("nan")),
+        name: values[key]
+        for name, key in (
+            ("entropy", "train/entropy"),
+            ("tokens/attempt", "rollout/tokens_per_attempt"),
+            ("Δlogprob", "train/logprob_diff_mean"),
+        )
+        if key in values
+    }
+    shown |= {
         "s/step": float(np.mean(durations)),
         "eta": format_seconds((config.steps - step - 1) * float(np.mean(durations))),
     }
