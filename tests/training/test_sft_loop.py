@@ -82,5 +82,5 @@ def test_a_finished_run_does_nothing_more(tmp_path, policy, job):
 def test_errors_say_what_is_missing():
     with pytest.raises(ValueError, match="no examples"):
         PackedEpochs([], CONFIG)
-    with pytest.raises(ValueError, match="sft.epochs"):
+    with pytest.raises(ValueError, match="epochs must be at least 1"):
         SFTConfig(epochs=0)
