@@ -5,8 +5,8 @@ Hardware:  2 CPU cores, 8 GB, no GPU, no Docker (bubblewrap sandboxes).
 Result:    in about 27 minutes a table of Pass@1 and recovery rate for base, SFT and ReTerm-GRPO, and `report.html`.
            See the README for the numbers of one seed.
 
-There are no pretrained weights to download, so the quickstart makes its own base model: a one-million-parameter
-Qwen3.5 hybrid, warmed up on scripted attempts (most of which fail). Everything after that is the method: SFT on
+There are no pretrained weights to download, so the quickstart makes its own base model: a Qwen3.5 hybrid of
+0.6 million parameters, warmed up on scripted attempts (most of which fail). Everything after that is the method: SFT on
 recoveries taken over by an expert, then ReTerm-GRPO. With `model.path` set to a pretrained model there is no warm-up.
 
 Plain GRPO with as many attempts a step:  --config.rl.states=0 --config.rl.tasks=64
@@ -31,8 +31,8 @@ def get_config() -> ml_collections.ConfigDict:
     c.model.linear_heads = 4
     c.model.linear_head_dim = 32
     c.model.dtype = "float32"  # compute; bfloat16 on accelerators
-    c.model.chunk_size = 32  # tokens of a DeltaNet chunk and of an attention block: these suit CPUs;
-    c.model.attention_block = 128  # 64 and 512 accelerators
+    c.model.chunk_size = 32  # tokens of a DeltaNet chunk; the policy's own default is 64
+    c.model.attention_block = 128  # queries attended at once; the policy's own default is 512
 
     c.mesh = ml_collections.ConfigDict(dict(data=1, fsdp=1, tensor=1))
 
@@ -89,7 +89,7 @@ def get_config() -> ml_collections.ConfigDict:
     c.rl.temperature = 0.7  # of sampling, and of the trainer's logprobs; at 1 the tail of so small a model is noise
     c.rl.objective = "ppo_clip"  # or module.py:function
     # Each attempt counts the same, however long: with "token" the longer attempts, most of which fail, weigh more.
-    c.rl.aggregation = "sequence"
+    c.rl.aggregation = "sequence"  # or "token", or "constant" (divided by agent.max_tokens)
     c.rl.clip_low = 0.2
     c.rl.clip_high = 0.28
     c.rl.standardise = False

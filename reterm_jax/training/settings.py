@@ -54,6 +54,10 @@ def read_settings(config: ConfigDict) -> Settings:
         limits = AgentLimits(**{k: v for k, v in config.agent.items() if k != "retry_message"})
     _check_counts(config)
     stages = {name: _supervised(name, config[name], config.seed) for name in ("base", "sft")}
+    if not config.model.path:
+        # Scripted attempts may be as long as any. (Demonstrations that are too long are left out, and counted.)
+        with _named("base"):
+            _check_row(config.base.row_length, limits)
     return Settings(limits, stages["base"], stages["sft"], _reinforcement(config, limits))
 
 
@@ -67,23 +71,28 @@ def _reinforcement(config: ConfigDict, limits: AgentLimits) -> Reinforcement:
     rl = config.rl
     with _named("rl"):
         loop = RLConfig(seed=config.seed, **{f: rl[f] for f in RLConfig.__dataclass_fields__ if f != "seed"})
-        if rl.row_length < limits.max_tokens:
-            raise ValueError(
-                f"row_length is {rl.row_length}, but an attempt may have agent.max_tokens = {limits.max_tokens}; "
-                "a row must hold one"
-            )
+        _check_row(rl.row_length, limits)
         if not rl.temperature > 0:
             raise ValueError(f"temperature must be positive, got {rl.temperature}")
         clips = {"clip_low": rl.clip_low, "clip_high": rl.clip_high} if rl.objective == "ppo_clip" else {}
         step = StepConfig(
             micro_rows=rl.micro_rows,
             aggregation=rl.aggregation,
+            max_length=limits.max_tokens,
             temperature=rl.temperature,
             objective=rl.objective,
             objective_args=clips,
         )
         load_objective(step.objective, step.objective_args)
         return Reinforcement(loop, step, _optimizer(rl))
+
+
+def _check_row(row_length: int, limits: AgentLimits) -> None:
+    if row_length < limits.max_tokens:
+        raise ValueError(
+            f"row_length is {row_length}, but an attempt may have agent.max_tokens = {limits.max_tokens}; "
+            "a row must hold one"
+        )
 
 
 def _optimizer(stage: ConfigDict) -> OptimizerConfig:
@@ -104,12 +113,20 @@ def _check_counts(config: ConfigDict) -> None:
         "base": ("examples", "micro_rows"),
         "sft": ("examples", "micro_rows"),
         "rl": ("micro_rows",),
+        "mesh": ("data", "fsdp", "tensor"),
         "eval": ("attempts", "states", "forks", "temperature"),
     }
     for section, names in fields.items():
         for name in names:
             if not config[section][name] > 0:
                 raise SettingsError(f"config.{section}.{name} must be positive, got {config[section][name]}")
+    ways = config.mesh.data * config.mesh.fsdp
+    for section in ("base", "sft", "rl"):
+        if config[section].micro_rows % ways:
+            raise SettingsError(
+                f"config.{section}.micro_rows is {config[section].micro_rows}; it must be a multiple of "
+                f"mesh.data · mesh.fsdp = {ways}"
+            )
     if not 0 <= config.sft.sampled_fraction <= 1:
         raise SettingsError(f"config.sft.sampled_fraction must be in [0, 1], got {config.sft.sampled_fraction}")
 

@@ -18,7 +18,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from reterm_jax.losses import sft
-from reterm_jax.losses.aggregation import token_weights
+from reterm_jax.losses.aggregation import MODES, token_weights
 from reterm_jax.losses.policy_gradient import load_objective, sampler_metrics
 from reterm_jax.losses.token_logprobs import token_logprobs
 from reterm_jax.policy import forward
@@ -52,6 +52,10 @@ class StepConfig:
     logprob_chunk: int = 2048
     objective: str = "ppo_clip"
     objective_args: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.aggregation not in MODES:
+            raise ValueError(f"aggregation {self.aggregation!r} is unknown; one of {', '.join(MODES)}")
 
 
 def make_sft_step(
