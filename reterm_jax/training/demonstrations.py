@@ -6,6 +6,7 @@ Both run through the same episode loop, sandboxes and verifier as the policy's o
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import random
 from collections.abc import Callable, Sequence
@@ -191,6 +192,29 @@ def warm_up_examples(attempts: Sequence[Attempt]) -> list[Example]:
         prompt = len(attempt.transcript.spans[0].ids)
         examples.append(Example(ids=ids, loss_mask=np.arange(len(ids)) >= prompt, name=attempt.id))
     return examples
+
+
+def renamed(examples: Sequence[Example], chat: ChatFormat, *, copies: int, seed: int) -> list[Example]:
+    """`copies` versions of each example: itself, and others with the generated tasks' names exchanged throughout.
+
+    A model from scratch would sooner remember which name stands where than learn to copy it; where each version has
+    other names, only copying helps. Each name is one token of the tiny tokenizer, so a version is a permutation of ids.
+    """
+    if copies == 1:
+        return list(examples)
+    pools = [
+        np.array([chat.tokenizer.convert_tokens_to_ids(word) for word in pool])
+        for pool in (names.NOUNS, names.PLACES, names.COLORS, names.KEYS, names.TOOLS, names.SCRIPTS)
+    ]
+    rng = np.random.default_rng(seed)
+    versions = list(examples)
+    for copy in range(1, copies):
+        for example in examples:
+            table = np.arange(len(chat.tokenizer))
+            for pool in pools:
+                table[pool] = rng.permutation(pool)
+            versions.append(dataclasses.replace(example, ids=table[example.ids], name=f"{example.name}/{copy}"))
+    return versions
 
 
 def recovery_examples(rows: Sequence[Row], chat: ChatFormat, *, row_length: int) -> list[Example]:

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import hashlib
 import json
+import random
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -32,7 +33,7 @@ from reterm_jax.training import demonstrations, judging, rl_loop, sft_loop
 from reterm_jax.training.metrics import MetricsWriter, format_progress
 from reterm_jax.training.model import Model, load_model, write_tiny_model
 from reterm_jax.training.optimizer import make_optimizer
-from reterm_jax.training.settings import Settings, Supervised, read_settings
+from reterm_jax.training.settings import Settings, SettingsError, Supervised, read_settings
 from reterm_jax.training.state import abstract_state, state_from_params
 from reterm_jax.training.steps import make_rl_step, make_sft_step
 from reterm_jax.training.workdir import Workdir, open_workdir
@@ -69,7 +70,7 @@ class _Stages:
 
     def __init__(self, config: ConfigDict, settings: Settings, work: Workdir, host: SandboxHost):
         self.config, self.settings, self.work, self.host = config, settings, work, host
-        self.train_tasks, self.test_tasks = self._tasks()
+        self.sft_tasks, self.rl_tasks, self.test_tasks = self._tasks()
 
     async def run(self) -> None:
         config = self.config
@@ -82,6 +83,7 @@ class _Stages:
         sampler = self._sampler(base_params)
         rows = await self._demonstrations(sampler)
         examples = demonstrations.recovery_examples(rows, self.model.chat, row_length=config.sft.row_length)
+        examples = demonstrations.renamed(examples, self.model.chat, copies=config.sft.renamings, seed=config.seed)
         sft_params = self._supervised("sft", self.settings.sft, examples, base_params)
 
         rl_params = await self._reinforce(sampler, sft_params)
@@ -97,7 +99,7 @@ class _Stages:
                 self.host,
                 self.model.chat,
                 self.settings.limits,
-                self.train_tasks,
+                self.sft_tasks,
                 config.base.examples,
                 seed=config.seed,
                 concurrent=config.sandbox.concurrent,
@@ -105,7 +107,8 @@ class _Stages:
                 path=self.work.root / "data" / "scripted_attempts.jsonl",
                 progress=progress,
             )
-        return demonstrations.warm_up_examples(attempts)
+        examples = demonstrations.warm_up_examples(attempts)
+        return demonstrations.renamed(examples, self.model.chat, copies=config.base.renamings, seed=config.seed)
 
     async def _demonstrations(self, sampler: JaxSampler) -> list[Row]:
         """Recoveries by the expert, from the base model's own failures and from scripted ones."""
@@ -121,7 +124,7 @@ class _Stages:
                     self.host,
                     self.model.chat,
                     self.settings.limits,
-                    self.train_tasks,
+                    self.sft_tasks,
                     failures,
                     seed=config.seed,
                     wanted=wanted,
@@ -167,15 +170,23 @@ class _Stages:
             max_len=self.config.agent.max_tokens,
         )
 
-    def _tasks(self) -> tuple[Sequence[Task], Sequence[Task]]:
-        tasks = self.config.tasks
+    def _tasks(self) -> tuple[Sequence[Task], Sequence[Task], Sequence[Task]]:
+        """The tasks of base and SFT, those of RL, and the held-out ones."""
+        tasks, seed = self.config.tasks, self.config.seed
         if tasks.path:
-            return load_tasks(f"{tasks.path}/train"), load_tasks(f"{tasks.path}/test")
-        root = self.work.root / "tasks"
-        return tuple(
-            families.generate(root / split, split=split, per_family=count, seed=self.config.seed)
-            for split, count in (("train", tasks.train_per_family), ("test", tasks.test_per_family))
-        )
+            train, test = load_tasks(f"{tasks.path}/train"), load_tasks(f"{tasks.path}/test")
+        else:
+            train, test = (
+                families.generate(self.work.root / "tasks" / split, split=split, per_family=count, seed=seed)
+                for split, count in (("train", tasks.train_per_family), ("test", tasks.test_per_family))
+            )
+        if tasks.sft_share == 1:
+            return train, train, test
+        shuffled = random.Random(f"{seed}/sft share").sample(train, len(train))
+        first = round(len(train) * tasks.sft_share)
+        if not 0 < first < len(train):
+            raise SettingsError(f"config.tasks.sft_share {tasks.sft_share} of {len(train)} tasks leaves SFT or RL none")
+        return shuffled[:first], shuffled[first:], test
 
     async def _model(self) -> Model:
         config, directory = self.config, self.work.root / "model"
@@ -183,7 +194,7 @@ class _Stages:
             directory = Path(config.model.path)
         elif not (directory / "config.json").exists():
             texts = await demonstrations.corpus(
-                self.host, self.train_tasks, seed=config.seed, retry_message=config.agent.retry_message
+                self.host, self.sft_tasks, seed=config.seed, retry_message=config.agent.retry_message
             )
             write_tiny_model(directory, config.model, texts)
         return load_model(directory, config.model, config.mesh)
@@ -239,7 +250,7 @@ class _Stages:
                 with MetricsWriter(self.work.root / "rl", resume_step=first) as metrics:
                     state = await rl_loop.run(
                         rl.loop,
-                        self.train_tasks,
+                        self.rl_tasks,
                         self._roller(sampler),
                         sampler,
                         state,

@@ -110,8 +110,8 @@ def _check_counts(config: ConfigDict) -> None:
     fields = {
         "tasks": ("train_per_family", "test_per_family"),
         "sandbox": ("concurrent",),
-        "base": ("examples", "micro_rows"),
-        "sft": ("examples", "micro_rows"),
+        "base": ("examples", "renamings", "micro_rows"),
+        "sft": ("examples", "renamings", "micro_rows"),
         "rl": ("micro_rows",),
         "mesh": ("data", "fsdp", "tensor"),
         "eval": ("attempts", "states", "forks", "temperature"),
@@ -129,6 +129,13 @@ def _check_counts(config: ConfigDict) -> None:
             )
     if not 0 <= config.sft.sampled_fraction <= 1:
         raise SettingsError(f"config.sft.sampled_fraction must be in [0, 1], got {config.sft.sampled_fraction}")
+    if config.model.path and config.sft.renamings != 1:
+        raise SettingsError(
+            f"config.sft.renamings is {config.sft.renamings}, but names are exchanged only for the model made from "
+            "scratch, whose tokenizer has a token for each; set it to 1 with config.model.path"
+        )
+    if not 0 < config.tasks.sft_share <= 1:
+        raise SettingsError(f"config.tasks.sft_share must be above 0 and at most 1, got {config.tasks.sft_share}")
 
 
 @contextlib.contextmanager

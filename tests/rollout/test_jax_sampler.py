@@ -20,7 +20,7 @@ STOP = 39
 @pytest.fixture(autouse=True)
 def short_lengths(monkeypatch):
     """So that attempts outgrow one decode call's cache length after another within these tests."""
-    monkeypatch.setattr(jax_sampler, "_DECODE_LENGTHS", (24, 40))
+    monkeypatch.setattr(jax_sampler, "_LENGTHS", (24, 40))
 
 
 @pytest.fixture(scope="module")

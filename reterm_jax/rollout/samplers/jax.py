@@ -23,12 +23,13 @@ from reterm_jax.policy import decode
 from reterm_jax.policy.config import QwenConfig
 from reterm_jax.rollout.samplers.base import Completion, SamplerError
 
-# Rows of one device call, the token widths of a prefill call, and the cache lengths of a decode call. Most of the time
-# most attempts wait for a command, so calls have few rows. Few shapes keep compilations few; those of a row's call
-# depend on its own length only, which keeps its numerics independent of its neighbours.
+# Rows of a decode call, token widths of a prefill call (of one row), and cache lengths of both. Most of the time most
+# attempts wait for a command, so few rows are ready at once, with prompts of unlike lengths: padding them to one shape
+# costs more than it saves. Few shapes keep compilations few; those of a row's call depend on its own length only,
+# which keeps its numerics independent of its neighbours.
 _ROWS = 8
-_PREFILL_WIDTHS = (16, 64, 256)
-_DECODE_LENGTHS = (256, 1024, 4096)
+_WIDTHS = (16, 32, 64, 256)
+_LENGTHS = (256, 512, 1024, 4096)
 
 
 @dataclasses.dataclass
@@ -69,14 +70,12 @@ def _sample(logits_BV: jax.Array, temperature_B: jax.Array, seed_B: jax.Array, i
     return ids_B.astype(jnp.int32), jnp.take_along_axis(logprobs_BV, ids_B[:, None], axis=-1)[:, 0]
 
 
-@functools.partial(jax.jit, static_argnames=("config",), donate_argnames=("cache", "logits_SV"))
-def _prefill(params, config, cache, logits_SV, slots_R, tokens_RT, lengths_R):
-    """Appends tokens to the caches of some slots; rows of length 0 are padding and change nothing."""
-    row_logits_RV, rows = decode.extend(params, config, decode.fork(cache, slots_R), tokens_RT, lengths_R)
-    cache = decode.write(cache, slots_R, rows)
-    keep_R1 = (lengths_R > 0)[:, None]
-    # Padding rows name a slot past the end, which drops their write.
-    return cache, logits_SV.at[slots_R].set(jnp.where(keep_R1, row_logits_RV, 0.0), mode="drop")
+@functools.partial(jax.jit, static_argnames=("config", "room"), donate_argnames=("cache", "logits_SV"))
+def _prefill(params, config, cache, logits_SV, slot, tokens_T, length, *, room: int):
+    """Appends the first `length` tokens to one slot's cache. `room` bounds the tokens that it may hold at the end."""
+    row = decode.fork(cache, slot[None], room)
+    logits_1V, row = decode.extend(params, config, row, tokens_T[None], length[None])
+    return decode.write(cache, slot[None], row), logits_SV.at[slot].set(logits_1V[0])
 
 
 @functools.partial(
@@ -266,42 +265,32 @@ class JaxSampler:
         return held
 
     def _reset(self, slot: int) -> None:
-        self._cache = _clear_slot(self._cache, jnp.int32(slot))
+        self._cache = _clear_slot(self._cache, np.int32(slot))
 
     def _advance(self, admitted: list[_Request]) -> None:
         """Device work of one round: prefill of the admitted requests, then a few tokens of every running one."""
         new_prompts: dict[tuple[int, ...], list[int]] = {}  # to the slots that begin with it
-        by_width: dict[int, list[tuple[int, list[int]]]] = {}
         for request in admitted:
             held = self._sessions[request.session]
             if request.ids[: len(held.ids)] != held.ids or len(held.ids) >= len(request.ids):
                 # Not an extension of what the slot holds (or no new token, hence no logits of its own): start over.
                 self._reset(held.slot)
                 held.ids = []
-            new, fresh = request.ids[len(held.ids) :], not held.ids
+            known = len(held.ids)
             held.ids = list(request.ids)
-            if fresh:
-                key = tuple(new)
+            if not known:
+                key = tuple(request.ids)
                 if key in self._prefixes or key in new_prompts:
                     new_prompts.setdefault(key, []).append(held.slot)
                     continue
                 new_prompts[key] = [held.slot]
-            self.tokens_prefilled += len(new)
-            while len(new) > _PREFILL_WIDTHS[-1]:
-                self._prefill([(held.slot, new[: _PREFILL_WIDTHS[-1]])], _PREFILL_WIDTHS[-1])
-                new = new[_PREFILL_WIDTHS[-1] :]
-            width = next(w for w in _PREFILL_WIDTHS if len(new) <= w)
-            by_width.setdefault(width, []).append((held.slot, new))
-        for width, rows in by_width.items():
-            for start in range(0, len(rows), _ROWS):
-                self._prefill(rows[start : start + _ROWS], width)
+            self._prefill(held.slot, request.ids, known)
         self._share(new_prompts)
 
         by_room: dict[int, list[int]] = {}
         for slot, request in self._running.items():
-            held = len(self._sessions[request.session].ids) + self.steps
-            room = min(next((n for n in _DECODE_LENGTHS if held <= n), self.max_len), self.max_len)
-            by_room.setdefault(room, []).append(slot)
+            held = len(self._sessions[request.session].ids)
+            by_room.setdefault(self._room(held + self.steps), []).append(slot)
         for room, slots in by_room.items():
             for start in range(0, len(slots), _ROWS):
                 self._decode(slots[start : start + _ROWS], room)
@@ -334,25 +323,30 @@ class JaxSampler:
         """Copies what a prompt left in one slot to the other slots that begin with it, and keeps it for later ones."""
         for key, slots in new_prompts.items():
             if key not in self._prefixes:
-                self._prefixes[key] = _take_slot(self._cache, self._logits_SV, jnp.int32(slots.pop(0)))
+                self._prefixes[key] = _take_slot(self._cache, self._logits_SV, np.int32(slots.pop(0)))
             self._prefixes.move_to_end(key)
             for slot in slots:
                 self._cache, self._logits_SV = _put_slot(
-                    self._cache, self._logits_SV, jnp.int32(slot), *self._prefixes[key]
+                    self._cache, self._logits_SV, np.int32(slot), *self._prefixes[key]
                 )
         while len(self._prefixes) > self.slots:
             self._prefixes.popitem(last=False)
 
-    def _prefill(self, rows: list[tuple[int, list[int]]], width: int) -> None:
-        slots_R = np.full(_ROWS, self.slots, np.int32)
-        tokens_RT = np.zeros((_ROWS, width), np.int32)
-        lengths_R = np.zeros(_ROWS, np.int32)
-        for row, (slot, ids) in enumerate(rows):
-            slots_R[row], lengths_R[row] = slot, len(ids)
-            tokens_RT[row, : len(ids)] = ids
-        self._cache, self._logits_SV = _prefill(
-            self.params, self.config, self._cache, self._logits_SV, slots_R, tokens_RT, lengths_R
-        )
+    def _prefill(self, slot: int, ids: list[int], known: int) -> None:
+        """Appends `ids` to a slot that holds the first `known` of them."""
+        self.tokens_prefilled += len(ids) - known
+        for start in range(known, len(ids), _WIDTHS[-1]):
+            part = ids[start : start + _WIDTHS[-1]]
+            tokens_T = np.zeros(next(width for width in _WIDTHS if len(part) <= width), np.int32)
+            tokens_T[: len(part)] = part
+            self._cache, self._logits_SV = _prefill(
+                self.params, self.config, self._cache, self._logits_SV, np.int32(slot), tokens_T, np.int32(len(part)),
+                room=self._room(start + len(part)),
+            )  # fmt: skip
+
+    def _room(self, tokens: int) -> int:
+        """The shortest cache length of a device call that has room for so many tokens."""
+        return min(next((length for length in _LENGTHS if tokens <= length), self.max_len), self.max_len)
 
     def _finish(self) -> None:
         for slot, request in list(self._running.items()):

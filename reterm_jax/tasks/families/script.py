@@ -80,14 +80,14 @@ def failure(task: Task, rng: random.Random) -> list[Action]:
 
 
 def first_attempt(task: Task, rng: random.Random) -> list[Action]:
-    """What a weak base model would do: the naive attempt, at times a slip, at times some repair after it."""
+    """What a weak base model would do: the naive attempt, at times a slip, at times some repairs after it."""
     plan = blueprint(task)
     look = [rng.choice(_LOOKS)] if rng.random() < 0.1 else []
     kind = rng.random()
-    if kind < 0.3:
-        way = [*plan.attempt, *guess(task, rng)]
-    elif kind < 0.45:
-        way = [rng.choice(plan.slips)]
+    if kind < 0.35:
+        way = [*plan.attempt, *guesses(task, rng, tried=True)]
+    elif kind < 0.5:
+        way = [_slip(task, rng)]
     else:
         way = [*plan.attempt]
     return [*look, *way, SUBMIT]
@@ -95,23 +95,65 @@ def first_attempt(task: Task, rng: random.Random) -> list[Action]:
 
 def next_attempt(task: Task, rng: random.Random) -> list[Action]:
     """What a weak base model would do when told that it failed: something that it knows of such tasks, unread."""
-    plan = blueprint(task)
     kind = rng.random()
     if kind < 0.2:
-        way = [*plan.attempt]
+        way = [*blueprint(task).attempt]
     elif kind < 0.35:
-        way = [rng.choice(plan.slips)]
+        way = [_slip(task, rng)]
     else:
-        way = guess(task, rng)
+        way = guesses(task, rng, tried=False)
     return [*way, SUBMIT]
 
 
-def guess(task: Task, rng: random.Random) -> list[Action]:
-    """The repair of one of the family's obstacles, whatever the terminal has said: right as often as chance has it."""
-    metadata = task.metadata
-    family = FAMILIES[metadata["family"]]
-    plan = family.build(metadata["names"], rng.choice([name for name in family.obstacles if name != NONE]))
-    return [*([plan.look] if plan.look else []), *plan.fix]
+def guesses(task: Task, rng: random.Random, *, tried: bool) -> list[Action]:
+    """Repairs of the family's obstacles one after another, whatever the terminal has said, until one is right or, most
+    often after the first, patience ends. The first one is right in about half of all cases.
+
+    No name is said that neither the instruction nor the terminal has told: where the obstacle is another one, a guess
+    ends after the look that would have shown the name. A model that learns from made up names makes up names.
+
+    Args:
+      task: a generated task.
+      rng: decides the guesses.
+      tried: the naive attempt comes just before, so that its message need not be provoked.
+    """
+    family, real = FAMILIES[task.metadata["family"]], task.metadata["obstacle"]
+    if real == NONE and tried:
+        return []
+    patience = rng.choices((1, 2, 3), weights=(7, 2, 1))[0]
+    obstacles = [name for name in family.obstacles if name != NONE]
+    rng.shuffle(obstacles)
+    if rng.random() < 0.3:
+        obstacles.sort(key=lambda name: name != real)
+    actions: list[Action] = []
+    for obstacle in obstacles[:patience]:
+        actions += _guess(task, obstacle, tried or blueprint(task).attempt[0] in actions)
+        if obstacle == real:
+            break
+    return actions
+
+
+def _guess(task: Task, obstacle: str, tried: bool) -> list[Action]:
+    """The repair of one obstacle, as far as its names have been told."""
+    plan = FAMILIES[task.metadata["family"]].build(task.metadata["names"], obstacle)
+    repair = [*([plan.look] if plan.look else []), *plan.fix]
+    unseen = [index for index, action in enumerate(repair) if _says_unseen(task, action)]
+    if not unseen:
+        return repair
+    if obstacle != task.metadata["obstacle"]:
+        return repair[: unseen[0]] or list(plan.attempt[:1])
+    provoke = plan.probe or (() if tried else plan.attempt[:1])
+    return repair if unseen[0] > 0 else [*provoke, *repair]
+
+
+def _slip(task: Task, rng: random.Random) -> Action:
+    """A slip that says no name beyond those of the instruction."""
+    slips = [slip for slip in blueprint(task).slips if not _says_unseen(task, slip)]
+    return rng.choice(slips)
+
+
+def _says_unseen(task: Task, action: Action) -> bool:
+    return any(name in action.command and name not in task.instruction for name in task.metadata["names"].values())
 
 
 def _wrong_repair(task: Task, rng: random.Random) -> tuple[Action, ...]:

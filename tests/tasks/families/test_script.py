@@ -26,7 +26,7 @@ def test_thoughts_and_commands_are_short(tasks):
         scripts += [families.next_attempt(task, rng)]
         for script in scripts:
             assert script[-1] == SUBMIT and SUBMIT not in script[:-1]
-            assert 2 <= len(script) <= 7
+            assert 2 <= len(script) <= 10
             for action in script:
                 assert len(action.thought.split()) <= 4 and action.thought == action.thought.lower()
                 assert len(action.command) < 80 and "\n" not in action.command
@@ -67,13 +67,31 @@ def test_failures_vary_and_first_attempts_mix(tasks):
     rng = random.Random(0)
     assert len({tuple(families.failure(task, rng)) for _ in range(100)}) >= 6
     plan = families.blueprint(task)
-    # A base model's repairs are guesses: the right one is among them, and not often.
-    for attempt, least, most in ((families.first_attempt, 0.04, 0.2), (families.next_attempt, 0.1, 0.4)):
+    # A base model's repairs are guesses: the right one is among them, and not always.
+    for attempt, least, most in ((families.first_attempt, 0.1, 0.35), (families.next_attempt, 0.2, 0.55)):
         repaired = sum(plan.fix == tuple(attempt(task, rng)[-len(plan.fix) - 1 : -1]) for _ in range(400)) / 400
         assert least < repaired < most
     for task in tasks:
         if task.metadata["obstacle"] == NONE:
             assert tuple(families.failure(task, rng)[:-1]) != families.blueprint(task).attempt
+
+
+def test_a_base_model_never_makes_up_names(tasks):
+    """Each name in its commands is one of the instruction, or the terminal has been made to say it before."""
+    seen_by_look = 0
+    for task in tasks:
+        names, plan = task.metadata["names"].values(), families.blueprint(task)
+        for seed in range(30):
+            rng = random.Random(f"{task.id}/{seed}")
+            script = families.next_attempt(task, rng) if seed % 2 else families.first_attempt(task, rng)
+            for index, action in enumerate(script):
+                hidden = [name for name in names if name in action.command and name not in task.instruction]
+                if hidden:
+                    asking = (plan.look, *(plan.probe or plan.attempt))
+                    asked = [earlier for earlier in script[:index] if earlier in asking]
+                    assert action in (*plan.fix, plan.look) and asked, (task.id, seed, action)
+                    seen_by_look += plan.look in asked
+    assert seen_by_look > 20
 
 
 def test_tasks_of_no_family_are_refused(make_task):
