@@ -107,7 +107,7 @@ def next_attempt(task: Task, rng: random.Random) -> list[Action]:
 
 def guesses(task: Task, rng: random.Random, *, tried: bool) -> list[Action]:
     """Repairs of the family's obstacles one after another, whatever the terminal has said, until one is right or, most
-    often after the first, patience ends. The first one is right in about half of all cases.
+    often after the first, patience ends: right as often as chance has it.
 
     No name is said that neither the instruction nor the terminal has told: where the obstacle is another one, a guess
     ends after the look that would have shown the name. A model that learns from made up names makes up names.
@@ -122,11 +122,8 @@ def guesses(task: Task, rng: random.Random, *, tried: bool) -> list[Action]:
         return []
     patience = rng.choices((1, 2, 3), weights=(7, 2, 1))[0]
     obstacles = [name for name in family.obstacles if name != NONE]
-    rng.shuffle(obstacles)
-    if rng.random() < 0.3:
-        obstacles.sort(key=lambda name: name != real)
     actions: list[Action] = []
-    for obstacle in obstacles[:patience]:
+    for obstacle in rng.sample(obstacles, len(obstacles))[:patience]:
         actions += _guess(task, obstacle, tried or blueprint(task).attempt[0] in actions)
         if obstacle == real:
             break
