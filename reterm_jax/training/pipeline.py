@@ -65,6 +65,20 @@ def _interrupt(signum: int, frame: FrameType | None) -> NoReturn:
     raise KeyboardInterrupt
 
 
+def split_train(tasks: Sequence[Task], share: float, seed: int) -> tuple[Sequence[Task], Sequence[Task]]:
+    """The tasks of base and SFT, and those of RL: a random `share` and the rest, or with a share of 1 all for both.
+
+    Raises SettingsError where one of the two would have none.
+    """
+    if share == 1:
+        return tasks, tasks
+    shuffled = random.Random(f"{seed}/sft share").sample(tasks, len(tasks))
+    first = round(len(tasks) * share)
+    if not 0 < first < len(tasks):
+        raise SettingsError(f"config.tasks.sft_share {share} of {len(tasks)} train tasks leaves SFT or RL without any")
+    return shuffled[:first], shuffled[first:]
+
+
 class _Stages:
     """The stages of one run, with what they share."""
 
@@ -180,13 +194,7 @@ class _Stages:
                 families.generate(self.work.root / "tasks" / split, split=split, per_family=count, seed=seed)
                 for split, count in (("train", tasks.train_per_family), ("test", tasks.test_per_family))
             )
-        if tasks.sft_share == 1:
-            return train, train, test
-        shuffled = random.Random(f"{seed}/sft share").sample(train, len(train))
-        first = round(len(train) * tasks.sft_share)
-        if not 0 < first < len(train):
-            raise SettingsError(f"config.tasks.sft_share {tasks.sft_share} of {len(train)} tasks leaves SFT or RL none")
-        return shuffled[:first], shuffled[first:], test
+        return *split_train(train, tasks.sft_share, seed), test
 
     async def _model(self) -> Model:
         config, directory = self.config, self.work.root / "model"

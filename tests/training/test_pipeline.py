@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from reterm_jax.training.pipeline import split_train
+from reterm_jax.training.settings import SettingsError
+
 REPO = Path(__file__).parents[2]
 TINY = {
     "model.hidden": 32,
@@ -164,6 +167,17 @@ def test_a_value_out_of_range_is_named_before_anything_runs(tmp_path, field, val
     assert done.returncode == 1
     assert said in done.stdout.splitlines()[-1]
     assert not (tmp_path / "run").exists()
+
+
+def test_sft_and_rl_share_no_task():
+    tasks = [f"task{i}" for i in range(20)]
+    sft, rl = split_train(tasks, 0.3, seed=0)
+    assert len(sft) == 6 and sorted([*sft, *rl]) == sorted(tasks)
+    assert split_train(tasks, 0.3, seed=0) == (sft, rl) != split_train(tasks, 0.3, seed=1)
+    assert split_train(tasks, 1, seed=0) == (tasks, tasks)
+    for share in (0.01, 0.99):
+        with pytest.raises(SettingsError, match="of 20 train tasks leaves SFT or RL without any"):
+            split_train(tasks, share, seed=0)
 
 
 def test_a_malformed_task_is_named(tmp_path):
