@@ -23,14 +23,13 @@ def _build_copy(names: Names, obstacle: str) -> Blueprint:
     file, other, place = f"{names['file']}.txt", f"{names['other']}.txt", names["dir"]
     source = f"{names['file']}.{names['ext']}" if obstacle == "renamed" else file
     copy = f"cp {source} {place}/"
-    fix, clue, look, setup = Action("copy the file", copy), "", None, ()
+    fix, clue, setup = Action("copy the file", copy), "", ()
     if obstacle == "missing_dir":
         fix = Action("make the directory first", f"mkdir -p {place} && {copy}")
         clue = f"'{place}/': Not a directory"
     elif obstacle == "renamed":
-        fix = Action("use the real name", copy)
+        fix = Action("try any ending", f"cp {names['file']}.* {place}/")
         clue = f"cannot stat '{file}'"
-        look = Action("look for the file", "ls")
     elif obstacle == "readonly_dir":
         fix = Action("allow writing first", f"chmod u+w {place} && {copy}")
         clue = f"'{place}/{file}': Permission denied"
@@ -47,8 +46,6 @@ def _build_copy(names: Names, obstacle: str) -> Blueprint:
         attempt=(Action("copy the file", f"cp {file} {place}/"),),
         fix=(fix,),
         clue=clue,
-        look=look,
-        evidence=source if look else "",
         slips=(
             Action("copy the file", f"cp {other} {place}/"),
             Action("copy the file", f"cp {place} {file}"),
@@ -70,16 +67,15 @@ def _build_remove(names: Names, obstacle: str) -> Blueprint:
     target, other, place, inner = names["target"], names["other"], names["dir"], names["inner"]
     path, kept = f"{place}/{target}", f"{place}/{other}"
     files = {kept: "keep\n", path: "old\n"}
-    fix, clue, look, setup = Action("delete the file", f"rm {path}"), "", None, ()
+    fix, clue, setup = Action("delete the file", f"rm {path}"), "", ()
     if obstacle == "directory":
         files = {kept: "keep\n", f"{path}/{inner}": "old\n"}
         fix = Action("delete the directory", f"rm -r {path}")
         clue = f"'{path}': Is a directory"
     elif obstacle == "nested":
         files = {kept: "keep\n", f"{place}/{inner}/{target}": "old\n"}
-        fix = Action("use the real path", f"rm {place}/{inner}/{target}")
+        fix = Action("look one level down", f"rm {place}/*/{target}")
         clue = f"'{path}': No such file"
-        look = Action("look for it", f"find {place}")
     elif obstacle == "readonly_dir":
         fix = Action("allow writing first", f"chmod u+w {place} && rm {path}")
         clue = f"'{path}': Permission denied"
@@ -92,8 +88,6 @@ def _build_remove(names: Names, obstacle: str) -> Blueprint:
         attempt=(Action("delete the file", f"rm {path}"),),
         fix=(fix,),
         clue=clue,
-        look=look,
-        evidence=f"{place}/{inner}/{target}" if look else "",
         slips=(
             Action("delete the file", f"rm {target}"),
             Action("delete the directory", f"rm -r {target}"),

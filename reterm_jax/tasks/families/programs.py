@@ -37,7 +37,7 @@ def _build_script(names: Names, obstacle: str) -> Blueprint:
     elif obstacle == "lock":
         files[f"{lock}.lock"] = ""
         guard = f'if [ -e {lock}.lock ]; then\n  echo "locked by {lock}.lock, remove it"\n  exit 1\nfi\n'
-        fix = (Action("remove the lock", f"rm -f {lock}.lock && ./{script}"),)
+        fix = (Action("remove the lock", f"rm -f *.lock && ./{script}"),)
         clue = f"locked by {lock}.lock"
     elif obstacle == "typo":
         sort = typo
@@ -62,10 +62,10 @@ def _build_script(names: Names, obstacle: str) -> Blueprint:
 
 
 def _draw_tool(rng: random.Random) -> dict[str, str]:
-    tool, module = rng.sample(TOOLS, 2)
+    tool, other = rng.sample(TOOLS, 2)
     return {
         "tool": tool,
-        "module": module,
+        "other": other,
         "file": rng.choice(NOUNS),
         "dir": rng.choice(PLACES),
         "color": rng.choice(COLORS),
@@ -74,30 +74,25 @@ def _draw_tool(rng: random.Random) -> dict[str, str]:
 
 
 def _build_tool(names: Names, obstacle: str) -> Blueprint:
-    tool, module, place, color = names["tool"], names["module"], names["dir"], names["color"]
+    tool, other, place, color = names["tool"], names["other"], names["dir"], names["color"]
     file = f"{names['file']}.txt"
-    home, guard, fix, clue, look, evidence = "bin", "", f"{tool} {file}", "", None, ""
+    home, guard, fix, clue = "bin", "", f"{tool} {file}", ""
     thought, line = "run the tool", f'echo "{tool} $(cat "$1")" > "$1.out"'
     files = {file: f"{names['text']}\n"}
     result = f"{tool} {names['text']}"
     if obstacle == "off_path":
-        home, thought, fix = place, "call it by path", f"{place}/{tool} {file}"
-        clue, look, evidence = (
-            f"{tool}: command not found",
-            Action("look for the tool", f"find . -name {tool}"),
-            fix.split()[0],
-        )
+        home, thought, fix = place, "look one level down", f"*/{tool} {file}"
+        clue = f"{tool}: command not found"
     elif obstacle == "variable":
         guard = f'if [ -z "$color" ]; then\n  echo "color is not set, try {color}"\n  exit 1\nfi\n'
         line, result = f'echo "{tool} $color $(cat "$1")" > "$1.out"', f"{tool} {color} {names['text']}"
         thought, fix, clue = "set the color", f"color={color} {tool} {file}", f"try {color}"
     elif obstacle == "module":
-        files[f"{place}/{module}"] = f"{color}\n"
-        guard = f'if [ ! -f "$lib/{module}" ]; then\n  echo "no module {module} in lib, set lib"\n  exit 1\nfi\n'
-        line = f'echo "{tool} $(cat "$lib/{module}") $(cat "$1")" > "$1.out"'
+        files[f"{place}/{tool}.lib"] = f"{color}\n"
+        guard = f'if [ ! -f "$lib" ]; then\n  echo "no module, lib must name {tool}.lib"\n  exit 1\nfi\n'
+        line = f'echo "{tool} $(cat "$lib") $(cat "$1")" > "$1.out"'
         result = f"{tool} {color} {names['text']}"
-        thought, fix, clue = "set the module directory", f"lib={place} {tool} {file}", f"no module {module}"
-        look, evidence = Action("look for the module", f"find . -name {module}"), f"{place}/{module}"
+        thought, fix, clue = "find the module", f"lib=$(echo */{tool}.lib) {tool} {file}", f"name {tool}.lib"
     files[f"{home}/{tool}"] = f"#!/bin/sh\n{guard}{line}\n"
     return Blueprint(
         instruction=phrase(names, f"use the {tool} tool on {file}.", f"run {tool} on {file}."),
@@ -109,11 +104,9 @@ def _build_tool(names: Names, obstacle: str) -> Blueprint:
         attempt=(Action("run the tool", f"{tool} {file}"),),
         fix=(Action(thought, fix),),
         clue=clue,
-        look=look,
-        evidence=evidence,
         slips=(
             Action("run the tool", f"./{tool} {file}"),
-            Action("run the tool", f"{module} {file}"),
+            Action("run the tool", f"{other} {file}"),
             Action("read the file", f"cat {file}"),
         ),
         confirm=Action("check the result", f"cat {file}.out"),

@@ -125,7 +125,7 @@ def guesses(task: Task, rng: random.Random, *, tried: bool) -> list[Action]:
     actions: list[Action] = []
     for obstacle in rng.sample(obstacles, len(obstacles))[:patience]:
         actions += _guess(task, obstacle, tried or blueprint(task).attempt[0] in actions)
-        if obstacle == real:
+        if family.build(task.metadata["names"], obstacle).fix == blueprint(task).fix:
             break
     return actions
 
@@ -154,8 +154,8 @@ def _says_unseen(task: Task, action: Action) -> bool:
 
 
 def _wrong_repair(task: Task, rng: random.Random) -> tuple[Action, ...]:
-    """The fix of another obstacle of the same family."""
+    """The fix of another obstacle of the same family, where it is another one."""
     metadata = task.metadata
-    family = FAMILIES[metadata["family"]]
-    others = [name for name in family.obstacles if name not in (NONE, metadata["obstacle"])]
-    return family.build(metadata["names"], rng.choice(others)).fix
+    family, fix = FAMILIES[metadata["family"]], blueprint(task).fix
+    others = [family.build(metadata["names"], name).fix for name in family.obstacles if name != NONE]
+    return rng.choice([other for other in others if other != fix])

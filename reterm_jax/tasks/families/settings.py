@@ -18,7 +18,7 @@ def _build_configure(names: Names, obstacle: str) -> Blueprint:
     key, old, new = names["key"], names["old"], names["new"]
     file = f"{names['file']}.conf"
     path, separator, before = file, "=", f"{key}={old}"
-    fix, clue, probe, look = f"s/{key}=.*/{key}={new}/", "", None, None
+    fix, target, clue, probe = f"s/{key}=.*/{key}={new}/", file, "", None
     thought = "set the key"
     show = Action("check the result", f"cat {file}")
     if obstacle == "commented":
@@ -29,8 +29,8 @@ def _build_configure(names: Names, obstacle: str) -> Blueprint:
         fix, clue, probe, thought = f"s/{key}:.*/{key}: {new}/", f"{key}: ", (show,), "it uses a colon"
         fix = f'"{fix}"'
     elif obstacle == "renamed":
-        path = f"{names['file']}.ini"
-        clue, look, thought = f"can't read {file}", Action("look for the file", "ls"), "use the real name"
+        path, target = f"{names['file']}.ini", f"{names['file']}.*"
+        clue, thought = f"can't read {file}", "try any ending"
     rest = f"{names['other']}{separator}{' ' if separator == ':' else ''}{names['third']}"
     return Blueprint(
         instruction=phrase(names, f"set {key} to {new} in {file}.", f"configure {key} as {new} in {file}."),
@@ -41,11 +41,9 @@ def _build_configure(names: Names, obstacle: str) -> Blueprint:
             f"grep -qx '{rest}' {path}",
         ),
         attempt=(Action("set the key", f"sed -i s/{key}=.*/{key}={new}/ {file}"), show),
-        fix=(Action(thought, f"sed -i {fix} {path}"),),
+        fix=(Action(thought, f"sed -i {fix} {target}"),),
         clue=clue,
         probe=probe,
-        look=look,
-        evidence=path if look else "",
         slips=(
             Action("set the key", f"sed s/{key}=.*/{key}={new}/ {file}"),
             Action("set the key", f"sed -i s/{names['other']}/{new}/ {names['file']}"),
@@ -71,17 +69,16 @@ def _build_column(names: Names, obstacle: str) -> Blueprint:
     table, out, column = f"{names['table']}.csv", f"{names['out']}.txt", int(names["column"])
     cells = [names[f"cell{number}"] for number in range(6)]
     rows = [cells[:3], cells[3:]]
-    path, separator, files, directories = table, ",", {}, ()
-    clear, thought, clue, probe, look, evidence = (), "cut the column", "", None, None, ""
+    path, source, separator, files, directories = table, table, ",", {}, ()
+    clear, thought, clue, probe = (), "cut the column", "", None
     show = Action("check the result", f"cat {out}")
     if obstacle == "separator":
         separator, thought = names["separator"], "use the other separator"
         clue = separator.join(rows[0])
         probe = (Action("look at the table", f"cat {table}"),)
     elif obstacle == "renamed":
-        path = f"{names['table']}.{names['ext']}"
-        thought, clue, evidence = "use the real name", f"{table}: No such file", path
-        look = Action("look for the table", "ls")
+        path, source = f"{names['table']}.{names['ext']}", f"{names['table']}.*"
+        thought, clue = "try any ending", f"{table}: No such file"
     elif obstacle == "directory":
         directories = (out,)
         clear, clue = (Action("remove the directory first", f"rmdir {out}"),), f"{out}: Is a directory"
@@ -96,12 +93,10 @@ def _build_column(names: Names, obstacle: str) -> Blueprint:
         attempt=(Action("cut the column", f'cut -d "," -f {column} {table} > {out}'), show),
         fix=(
             *clear,
-            Action(thought, f'cut -d "{separator}" -f {column} {path} > {out}'),
+            Action(thought, f'cut -d "{separator}" -f {column} {source} > {out}'),
         ),
         clue=clue,
         probe=probe,
-        look=look,
-        evidence=evidence,
         slips=(
             Action("cut the column", f"cut -f {column} {table} > {out}"),
             Action("cut the column", f'cut -d "," -f {column % 3 + 1} {table} > {out}'),

@@ -79,10 +79,10 @@ def _build_restore(names: Names, obstacle: str) -> Blueprint:
     fix, clue, look, evidence, setup = Action("copy the backup", f"cp {backup} {file}"), "", None, "", ()
     if obstacle == "suffix":
         evidence = f"{file}.{names['suffix']}"
-        fix = Action("use the real name", f"cp {evidence} {file}")
+        fix = Action("try any ending", f"cp {file}.* {file}")
     elif obstacle == "versions":
         evidence = f"{file}.v{last}"
-        fix = Action("use the last version", f"cp {evidence} {file}")
+        fix = Action("use the last version", f"cat {file}.v* | tail -1 > {file}")
     elif obstacle == "readonly":
         fix = Action("force the copy", f"cp -f {backup} {file}")
         clue = f"'{file}': Permission denied"

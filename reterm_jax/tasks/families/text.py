@@ -24,7 +24,7 @@ def _build_replace(names: Names, obstacle: str) -> Blueprint:
     if obstacle == "elsewhere":
         path = f"{place}/{file}"
         files = {path: text}
-        fix = (Action("use the real path", f"{edit} {path}"),)
+        fix = (Action("look one level down", f"{edit} */{file}"),)
         clue, evidence = f"can't read {file}", path
     elif obstacle == "compressed":
         files = {f"{file}.gz": gzip.compress(text.encode(), mtime=0)}
@@ -66,30 +66,28 @@ def _build_write(names: Names, obstacle: str) -> Blueprint:
     path, other = f"{place}/{names['file']}.txt", f"{place}/{names['other']}.txt"
     write = f"echo {text} > {path}"
     files = {other: "nothing\n", path: "nothing\n"}
-    allow, clue, look, evidence, setup = None, "", None, "", ()
+    fix, clue, setup = Action("write the word", write), "", ()
     if obstacle == "readonly_file":
-        allow, evidence = path, f"{names['file']}.txt"
         setup = (f"chmod a-w {path}",)
     elif obstacle == "readonly_dir":
-        # The same message as for a read-only file; the listing tells which of the two it is.
         files = {other: "nothing\n"}
-        allow, evidence = place, f"{names['other']}.txt"
         setup = (f"chmod a-w {place}",)
-    fix = (Action("write the word", write),)
-    if allow:
-        fix = (Action("allow writing first", f"chmod u+w {allow}"), Action("write the word", write))
+    elif obstacle == "missing_dir":
+        files = {f"{names['other']}.txt": "nothing\n"}
+        fix = Action("make the directory first", f"mkdir -p {place} && {write}")
+        clue = f"{path}: No such file"
+    if setup:
+        # The message is the same for both; this works for either.
+        fix = Action("allow writing first", f"chmod -R u+w {place} && {write}")
         clue = f"{path}: Permission denied"
-        look = Action("look for the file", f"ls {place}")
     return Blueprint(
         instruction=phrase(names, f"write {text} to {path}.", f"store the word {text} in {path}."),
         files=files,
         setup=setup,
         check=(f'[ "$(cat {path})" = {text} ]',),
         attempt=(Action("write the word", write),),
-        fix=fix,
+        fix=(fix,),
         clue=clue,
-        look=look,
-        evidence=evidence,
         slips=(
             Action("write the word", f"echo {text} > {names['file']}.txt"),
             Action("write the word", f"echo {text} {path}"),
@@ -102,4 +100,6 @@ def _build_write(names: Names, obstacle: str) -> Blueprint:
 REPLACE = Family(
     "replace", "text processing", (NONE, "elsewhere", "compressed", "directory"), _draw_replace, _build_replace
 )
-WRITE = Family("write", "permissions", (NONE, "readonly_file", "readonly_dir"), _draw_write, _build_write)
+WRITE = Family(
+    "write", "permissions", (NONE, "readonly_file", "readonly_dir", "missing_dir"), _draw_write, _build_write
+)

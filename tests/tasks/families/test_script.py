@@ -40,7 +40,7 @@ def test_scripts_are_deterministic(tasks):
 
 
 def test_the_expert_looks_only_for_what_it_has_not_seen(tasks):
-    task = find(tasks, "copy", "renamed")
+    task = find(tasks, "restore", "suffix")
     plan = families.blueprint(task)
     provoke = (plan.attempt[0].command, f"cp: {plan.clue}: No such file or directory\n")
     look = ("ls", f"{plan.evidence}\n")
@@ -63,7 +63,7 @@ def test_the_expert_cleans_up_after_a_mess(tasks):
 
 
 def test_failures_vary_and_first_attempts_mix(tasks):
-    task = find(tasks, "write", "readonly_dir")
+    task = find(tasks, "remove", "readonly_dir")
     rng = random.Random(0)
     assert len({tuple(families.failure(task, rng)) for _ in range(100)}) >= 6
     plan = families.blueprint(task)
@@ -78,7 +78,7 @@ def test_failures_vary_and_first_attempts_mix(tasks):
 
 def test_a_base_model_never_makes_up_names(tasks):
     """Each name in its commands is one of the instruction, or the terminal has been made to say it before."""
-    seen_by_look = 0
+    told = 0
     for task in tasks:
         names, plan = task.metadata["names"].values(), families.blueprint(task)
         for seed in range(30):
@@ -90,8 +90,8 @@ def test_a_base_model_never_makes_up_names(tasks):
                     asking = (plan.look, *(plan.probe or plan.attempt))
                     asked = [earlier for earlier in script[:index] if earlier in asking]
                     assert action in (*plan.fix, plan.look) and asked, (task.id, seed, action)
-                    seen_by_look += plan.look in asked
-    assert seen_by_look > 20
+                    told += 1
+    assert told > 20
 
 
 def test_tasks_of_no_family_are_refused(make_task):
