@@ -113,6 +113,7 @@ def get_config() -> ml_collections.ConfigDict:
     c.rl.optimizer = "adamw"
     c.rl.micro_rows = 2
     c.rl.row_length = 1024
+    c.rl.forked = True  # what the attempts of a group share is computed once
     c.rl.save_every = 1
 
     c.eval = ml_collections.ConfigDict()

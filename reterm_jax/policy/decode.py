@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from reterm_jax.policy.attention import KVCache, cached_attention
 from reterm_jax.policy.config import LINEAR, QwenConfig
 from reterm_jax.policy.delta_net import DeltaState, delta_net, initial_state
+from reterm_jax.policy.documents import Documents
 from reterm_jax.policy.forward import embed, head, layer_norm
 from reterm_jax.policy.layers import mlp
 from reterm_jax.policy.spec import Params
@@ -51,7 +52,7 @@ def extend(
     T = tokens_BT.shape[1]
     positions_BT = cache.lengths_B[:, None] + jnp.arange(T, dtype=jnp.int32)
     valid_BT = jnp.arange(T) < lengths_B[:, None]
-    documents_BT = jnp.zeros_like(tokens_BT)
+    documents = Documents(jnp.zeros_like(tokens_BT), positions_BT)
     x_BTD = embed(params, config, tokens_BT)
     layers = []
     # Unrolled, unlike training: a scan would copy every layer's cache in and out at each step.
@@ -60,7 +61,7 @@ def extend(
         p = jax.tree.map(lambda stacked, block=block: stacked[block], params["layers"][str(position)])
         normed_BTD = layer_norm(x_BTD, p["input_norm"], config)
         if kind == LINEAR:
-            mixed_BTD, layer_cache = delta_net(p["mixer"], config, normed_BTD, documents_BT, layer_cache, valid_BT)
+            mixed_BTD, layer_cache = delta_net(p["mixer"], config, normed_BTD, documents, layer_cache, valid_BT)
         else:
             mixed_BTD, layer_cache = cached_attention(
                 p["mixer"], config, normed_BTD, positions_BT, valid_BT, layer_cache

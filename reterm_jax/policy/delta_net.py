@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from reterm_jax.policy.chunk_inverse import unit_lower_inverse
 from reterm_jax.policy.config import QwenConfig
+from reterm_jax.policy.documents import Documents
 from reterm_jax.policy.layers import gated_rms_norm, l2_normalise, project
 
 DeltaNetParams = dict[str, jax.Array]
@@ -50,20 +51,22 @@ def delta_net(
     p: DeltaNetParams,
     config: QwenConfig,
     x_BTD: jax.Array,
-    documents_BT: jax.Array,
+    documents: Documents,
     start: DeltaState,
     valid_BT: jax.Array | None = None,
 ) -> tuple[jax.Array, DeltaState]:
     """The layer over T tokens from `start`, which belongs to each row's first document; returns the state after them.
 
-    Convolution and state restart where `documents_BT` changes. With `valid_BT` (a prefix of each row), the tokens
-    that are not valid leave the returned state as it was, and what is computed for them is meaningless.
+    Convolution and state restart where the document changes: from nothing, or in a branch from where its trunk ends.
+    With trunks the returned state is meaningless, and `start` must be `initial_state`. With `valid_BT` (a prefix of
+    each row), the tokens that are not valid leave the returned state as it was, and what is computed for them is
+    meaningless.
     """
     B, T, _ = x_BTD.shape
     raw = [project(x_BTD, p[name]) for name in ("q_proj", "k_proj", "v_proj")]
     joined = [jnp.concatenate([past, new], axis=1) for past, new in zip(start[:3], raw, strict=True)]
     q_BTGK, k_BTGK, v_BTHV = (
-        _short_convolution(x, p[name], documents_BT)
+        _short_convolution(x, p[name], documents)
         for x, name in zip(joined, ("q_conv", "k_conv", "v_conv"), strict=True)
     )
     log_decay_BTH = -jnp.exp(p["a_log"]) * jax.nn.softplus(
@@ -87,7 +90,14 @@ def delta_net(
         out_BTGRV = out_BGRV[:, None]
     else:
         out_BTGRV, state = chunked_delta_rule(
-            q_BTGK, k_BTGK, v_BTGRV, *gates, documents_BT, start.state_BGRKV, chunk=config.chunk_size
+            q_BTGK,
+            k_BTGK,
+            v_BTGRV,
+            *gates,
+            documents.index_BT,
+            start.state_BGRKV,
+            chunk=config.chunk_size,
+            trunk_BT=documents.trunk_BT,
         )
     gate_BTHV = project(x_BTD, p["z_proj"])
     out_BTHV = gated_rms_norm(out_BTGRV.reshape(B, T, H, V), gate_BTHV, p["norm"], eps=config.rms_norm_eps)
@@ -123,8 +133,13 @@ def chunked_delta_rule(
     state_BGRKV: jax.Array,
     *,
     chunk: int,
+    trunk_BT: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """The recurrence for T tokens at once, restarted where the document changes: (outputs, state after the last).
+
+    With `trunk_BT` a branch starts from the state at the end of its trunk (see `documents.Documents`). Within a chunk
+    that is a matter of which tokens see which. From chunk to chunk two states are carried, that of the document and
+    that of the trunk at its end, and a token's way to its document's first token enters the chunk in one of them.
 
     Within a chunk the writes solve a unit lower-triangular system (the UT transform of arXiv 2406.06484, with decays
     as in arXiv 2412.06464). Everything that does not depend on the state is computed for all chunks in parallel; the
@@ -142,11 +157,19 @@ def chunked_delta_rule(
     v_NBGRCV = jnp.moveaxis(v, 2, 4)
     strength_NBGRC = jnp.moveaxis(strength, 2, 4)
 
-    # Only the document that enters a chunk reads the carried state, and only the one that leaves it writes it.
-    last_NB = documents_NBC[:, :, -1]
-    entering_NB = jnp.concatenate([documents_NBC[:1, :, 0], last_NB[:-1]])
-    from_state_NBC = documents_NBC == entering_NB[..., None]
+    trunks_NBC = documents_NBC if trunk_BT is None else _chunks_first(trunk_BT, chunk, pad, mode="edge")
+
+    # Only the document that enters a chunk, or branches of a trunk that does, read the carried state.
+    def entering(x_NBC: jax.Array) -> jax.Array:
+        return jnp.concatenate([x_NBC[:1, :, 0], x_NBC[:-1, :, -1]])[..., None]
+
     in_document_NBCC = documents_NBC[..., :, None] == documents_NBC[..., None, :]
+    reads_own_NBC = documents_NBC == entering(documents_NBC)
+    reads_NBC = reads_own_NBC
+    if trunk_BT is not None:
+        in_document_NBCC |= trunks_NBC[..., :, None] == documents_NBC[..., None, :]
+        reads_own_NBC |= trunks_NBC == entering(documents_NBC)
+        reads_NBC = reads_own_NBC | (trunks_NBC == entering(trunks_NBC))
     visible_NBCC = in_document_NBCC & jnp.tril(jnp.ones((chunk, chunk), bool))
 
     def product(formula: str, a: jax.Array, b: jax.Array) -> jax.Array:
@@ -158,9 +181,7 @@ def chunked_delta_rule(
     # Masked before exp: above the diagonal and across documents the difference may be positive, and its exp overflow.
     difference = decay_sum_NBGRC[..., :, None] - decay_sum_NBGRC[..., None, :]
     decay_NBGRCC = jnp.exp(jnp.where(visible_NBCC[:, :, None, None], difference, -jnp.inf))
-    decay_in = jnp.where(from_state_NBC[:, :, None, None], jnp.exp(decay_sum_NBGRC), 0.0)
-    decay_out = decay_NBGRCC[..., -1, :]
-    decay_through_NBGR = jnp.where((last_NB == entering_NB)[..., None, None], jnp.exp(decay_sum_NBGRC[..., -1]), 0.0)
+    decay_in = jnp.where(reads_NBC[:, :, None, None], jnp.exp(decay_sum_NBGRC), 0.0)
 
     key_key = product("nbgik,nbgjk->nbgij", k_NBGCK, k_NBGCK)[:, :, :, None]
     query_key = product("nbgik,nbgjk->nbgij", q_NBGCK, k_NBGCK)[:, :, :, None]
@@ -170,22 +191,58 @@ def chunked_delta_rule(
     keys_NBGRCK = (strength_NBGRC * decay_in)[..., None] * k_NBGCK[:, :, :, None]
     solved = product("nbgrij,nbgrjx->nbgrix", inverse_NBGRCC, jnp.concatenate([values_NBGRCV, keys_NBGRCK], -1))
     own_NBGRCV, read_NBGRCK = solved[..., : v.shape[-1]], solved[..., v.shape[-1] :]
-    k_out_NBGRCK = k_NBGCK[:, :, :, None] * decay_out[..., None]
-    forget_NBGRKK = product("nbgrck,nbgrcl->nbgrkl", k_out_NBGRCK, read_NBGRCK)
-    write_NBGRKV = product("nbgrck,nbgrcv->nbgrkv", k_out_NBGRCK, own_NBGRCV)
 
-    def next_state(state: jax.Array, step: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def transition(decay_out: jax.Array, decay_through: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """The state at a token as a function S -> through S - forget S + write of the state that its way enters in."""
+        k_out_NBGRCK = k_NBGCK[:, :, :, None] * decay_out[..., None]
+        forget_NBGRKK = product("nbgrck,nbgrcl->nbgrkl", k_out_NBGRCK, read_NBGRCK)
+        write_NBGRKV = product("nbgrck,nbgrcv->nbgrkv", k_out_NBGRCK, own_NBGRCV)
+        return decay_through[..., None, None], forget_NBGRKK, write_NBGRKV
+
+    def apply(step: tuple[jax.Array, jax.Array, jax.Array], state: jax.Array) -> jax.Array:
         through, forget, write = step
-        return through[..., None, None] * state - product("bgrkl,bgrlv->bgrkv", forget, state) + write, state
+        return through * state - product("bgrkl,bgrlv->bgrkv", forget, state) + write
 
-    final_state, states_NBGRKV = jax.lax.scan(
-        next_state, state_BGRKV, (decay_through_NBGR, forget_NBGRKK, write_NBGRKV)
-    )
+    at_end = transition(decay_NBGRCC[..., -1, :], decay_in[..., -1])
+    if trunk_BT is None:
+        final_state, states_NBGRKV = jax.lax.scan(lambda s, step: (apply(step, s), s), state_BGRKV, at_end)
+    else:
+        # The last token of the chunk that is in the trunk of the chunk's last token: after it that trunk has ended, or
+        # goes on in the next chunk. Where there is none, the trunk had ended before, and its state is carried on.
+        in_trunk_NBC = documents_NBC == trunks_NBC[..., -1:]
+        last_NB = jnp.max(jnp.where(in_trunk_NBC, jnp.arange(chunk), -1), axis=-1)
+        picked_NBC = (last_NB[..., None] == jnp.arange(chunk)).astype(jnp.float32)
+        through_NBGR = jnp.einsum("nbc,nbgrc->nbgr", picked_NBC, decay_in, precision=_EXACT)
+        ended_NB11 = (last_NB < 0)[..., None, None]
+        trunk_end = transition(
+            product("nbi,nbgrij->nbgrj", picked_NBC, decay_NBGRCC), jnp.where(ended_NB11, 1.0, through_NBGR)
+        )
+        own_at_end_NB = reads_own_NBC[..., -1]
+        own_at_trunk_NB = jnp.any(in_trunk_NBC & reads_own_NBC, axis=-1) & (last_NB >= 0)
+
+        def both(states, step):
+            end, own_at_end, trunk, own_at_trunk = step
+            own, shared = states
+
+            def entered(is_own):
+                return jnp.where(is_own[:, None, None, None, None], own, shared)
+
+            return (apply(end, entered(own_at_end)), apply(trunk, entered(own_at_trunk))), states
+
+        (final_state, _), states = jax.lax.scan(
+            both, (state_BGRKV, state_BGRKV), (at_end, own_at_end_NB, trunk_end, own_at_trunk_NB)
+        )
     # Own writes reach the outputs directly, the state through the query less what the writes have corrected of it.
     seen = product("nbgrij,nbgrjx->nbgrix", query_key * decay_NBGRCC, solved)
     from_own_NBGRCV, corrected_NBGRCK = seen[..., : v.shape[-1]], seen[..., v.shape[-1] :]
     q_in_NBGRCK = q_NBGCK[:, :, :, None] * decay_in[..., None] - corrected_NBGRCK
-    out = from_own_NBGRCV + product("nbgrck,nbgrkv->nbgrcv", q_in_NBGRCK, states_NBGRKV)
+    out = from_own_NBGRCV
+    if trunk_BT is None:
+        out += product("nbgrck,nbgrkv->nbgrcv", q_in_NBGRCK, states_NBGRKV)
+    else:
+        for reads, state_NBGRKV in zip((reads_own_NBC, ~reads_own_NBC), states, strict=True):
+            q_NBGRCK = jnp.where(reads[:, :, None, None, :, None], q_in_NBGRCK, 0.0)
+            out += product("nbgrck,nbgrkv->nbgrcv", q_NBGRCK, state_NBGRKV)
     N, B, G, R, C, V = out.shape
     return out.transpose(1, 0, 4, 2, 3, 5).reshape(B, N * C, G, R, V)[:, :T], final_state
 
@@ -197,17 +254,23 @@ def _chunks_first(x_BT: jax.Array, chunk: int, pad: int, mode: str = "constant")
     return jnp.moveaxis(x_BT.reshape(B, (T + pad) // chunk, chunk, *x_BT.shape[2:]), 1, 0)
 
 
-def _short_convolution(joined_BSHK: jax.Array, weight_HKW: jax.Array, documents_BT: jax.Array) -> jax.Array:
+def _short_convolution(joined_BSHK: jax.Array, weight_HKW: jax.Array, documents: Documents) -> jax.Array:
     """silu of the causal depthwise convolution; `joined` holds W-1 earlier inputs, then the T new ones.
 
-    An input of another document counts as zero. The earlier inputs belong to each row's first document.
+    An input of another document counts as zero, and before a branch's first input come its trunk's last ones. The
+    earlier inputs belong to each row's first document; with trunks there are none.
     """
-    T, W = documents_BT.shape[1], weight_HKW.shape[-1]
-    documents_BS = jnp.pad(documents_BT, ((0, 0), (W - 1, 0)), mode="edge")
+    T, W = documents.index_BT.shape[1], weight_HKW.shape[-1]
+    documents_BS = jnp.pad(documents.index_BT, ((0, 0), (W - 1, 0)), mode="edge")
     total = 0.0
     for tap in range(W):
-        same_BT = documents_BS[:, tap : tap + T] == documents_BT
-        term = joined_BSHK[:, tap : tap + T].astype(jnp.float32) * weight_HKW[..., tap]
+        if documents.trunk_BT is None:
+            same_BT = documents_BS[:, tap : tap + T] == documents.index_BT
+            inputs_BTHK = joined_BSHK[:, tap : tap + T]
+        else:
+            column_BT, same_BT = documents.before(W - 1 - tap)
+            inputs_BTHK = jnp.take_along_axis(joined_BSHK, (W - 1 + column_BT)[..., None, None], axis=1)
+        term = inputs_BTHK.astype(jnp.float32) * weight_HKW[..., tap]
         total = total + jnp.where(same_BT[..., None, None], term, 0.0)
     return jax.nn.silu(total).astype(joined_BSHK.dtype)
 

@@ -10,13 +10,19 @@ import jax.numpy as jnp
 from reterm_jax.policy.attention import self_attention
 from reterm_jax.policy.config import LINEAR, QwenConfig
 from reterm_jax.policy.delta_net import delta_net, initial_state
+from reterm_jax.policy.documents import Documents
 from reterm_jax.policy.layers import mlp, rms_norm
 from reterm_jax.policy.sharding import constrain_batch
 from reterm_jax.policy.spec import Params
 
 
 def hidden_states(
-    params: Params, config: QwenConfig, tokens_BT: jax.Array, segments_BT: jax.Array, positions_BT: jax.Array
+    params: Params,
+    config: QwenConfig,
+    tokens_BT: jax.Array,
+    segments_BT: jax.Array,
+    positions_BT: jax.Array,
+    trunks_BT: jax.Array | None = None,
 ) -> jax.Array:
     """Final-norm hidden states [B,T,D], in the compute dtype, of rows that may hold several documents.
 
@@ -25,8 +31,10 @@ def hidden_states(
       segments_BT: 0 for padding, otherwise any number that differs between neighbouring documents. A document gives
         the same values packed as alone; at padding the values mean nothing (but are finite).
       positions_BT: each token's position within its document, for the rotary embedding.
+      trunks_BT: for documents that share their beginning, which is computed once: the segment that a token's segment
+        continues, or its own. Segments of a row must then all differ. See `documents.Documents`.
     """
-    documents_BT = document_index(segments_BT)
+    documents = Documents.of(segments_BT, positions_BT, trunks_BT)
     x_BTD = constrain_batch(embed(params, config, tokens_BT))
 
     def block(x_BTD: jax.Array, block_params: Params) -> tuple[jax.Array, None]:
@@ -35,9 +43,9 @@ def hidden_states(
             normed_BTD = layer_norm(x_BTD, p["input_norm"], config)
             if kind == LINEAR:
                 start = initial_state(config, x_BTD.shape[0])
-                mixed_BTD, _ = delta_net(p["mixer"], config, normed_BTD, documents_BT, start)
+                mixed_BTD, _ = delta_net(p["mixer"], config, normed_BTD, documents, start)
             else:
-                mixed_BTD, _ = self_attention(p["mixer"], config, normed_BTD, positions_BT, documents_BT)
+                mixed_BTD, _ = self_attention(p["mixer"], config, normed_BTD, documents)
             x_BTD = constrain_batch(x_BTD + mixed_BTD)
             x_BTD = constrain_batch(x_BTD + mlp(p["mlp"], layer_norm(x_BTD, p["post_norm"], config)))
         return x_BTD, None
@@ -58,12 +66,6 @@ def embed(params: Params, config: QwenConfig, tokens: jax.Array) -> jax.Array:
 
 def layer_norm(x_BTD: jax.Array, weight_D: jax.Array, config: QwenConfig) -> jax.Array:
     return rms_norm(x_BTD, weight_D, eps=config.rms_norm_eps, offset=config.norm_offset)
-
-
-def document_index(segments_BT: jax.Array) -> jax.Array:
-    """Numbers the runs of equal segment ids from 0, so that an id used twice in a row is still two documents."""
-    change_BT = segments_BT[:, 1:] != segments_BT[:, :-1]
-    return jnp.pad(jnp.cumsum(change_BT, axis=1, dtype=jnp.int32), ((0, 0), (1, 0)))
 
 
 def rematerialised(block: Callable, config: QwenConfig) -> Callable:

@@ -21,6 +21,7 @@ class Example:
         old_logprobs: [n] the sampler's log-probabilities of the tokens; None where there is no sampler (SFT).
         weight: factor on the document's loss, for example to mix root and recovery attempts.
         name: what errors call it.
+        group: examples with the same group may begin alike; `forking.pack_forked` then stores the beginning once.
     """
 
     ids: np.ndarray | Sequence[int]
@@ -29,6 +30,7 @@ class Example:
     old_logprobs: np.ndarray | Sequence[float] | None = None
     weight: float = 1.0
     name: str = ""
+    group: int | None = None
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,8 @@ class Batch:
     advantages: np.ndarray  # float32
     old_logprobs: np.ndarray  # float32, 0 where there is none
     weights: np.ndarray  # float32, the document's weight
+    # int32, the segment that a token's segment continues, or its own (`policy.documents`); None: no segment does.
+    trunks: np.ndarray | None = None
 
     @classmethod
     def empty(cls, rows: int, length: int) -> "Batch":
@@ -71,7 +75,8 @@ class Batch:
         return 1.0 - self.used_tokens / max(1, self.segments.size)
 
     def arrays(self) -> dict[str, np.ndarray]:
-        return {name: getattr(self, name) for name in _DTYPES}
+        """All arrays by name, without `trunks` where there are none."""
+        return {field.name: value for field in fields(self) if (value := getattr(self, field.name)) is not None}
 
     def take(self, rows: Sequence[int] | np.ndarray, *, count: int | None = None) -> "Batch":
         """The given rows, in that order, followed by empty rows up to `count`."""
@@ -92,7 +97,7 @@ _DTYPES = {
     "old_logprobs": np.float32,
     "weights": np.float32,
 }
-assert tuple(_DTYPES) == tuple(field.name for field in fields(Batch))
+assert (*_DTYPES, "trunks") == tuple(field.name for field in fields(Batch))
 
 
 @dataclass(frozen=True)
@@ -125,8 +130,8 @@ def pack(
     """
     if length < 1 or rows_multiple < 1:
         raise ValueError(f"length {length} and rows_multiple {rows_multiple} must be at least 1")
-    sizes = [_checked_size(example, index, length) for index, example in enumerate(examples)]
-    placements, needed = _first_fit_decreasing(sizes, length)
+    sizes = [checked_size(example, index, length) for index, example in enumerate(examples)]
+    placements, needed = first_fit_decreasing(sizes, length)
     if rows is None:
         rows = max(1, -(-needed // rows_multiple)) * rows_multiple
     elif needed > rows:
@@ -138,7 +143,7 @@ def pack(
     for index in sorted(range(len(examples)), key=lambda i: (placements[i].row, placements[i].start)):
         row = placements[index].row
         documents_in_row[row] += 1
-        _write(batch, examples[index], placements[index], int(documents_in_row[row]))
+        write(batch, examples[index], row, placements[index].start, int(documents_in_row[row]))
     return batch, placements
 
 
@@ -152,7 +157,8 @@ def _label(example: Example, index: int) -> str:
     return f"example {index}" + (f" ({example.name})" if example.name else "")
 
 
-def _checked_size(example: Example, index: int, length: int) -> int:
+def checked_size(example: Example, index: int, length: int) -> int:
+    """The positions that an example takes; raises PackingError if it is malformed or does not fit into a row."""
     n = len(example.ids)
     label = _label(example, index)
     if n < 2:
@@ -170,7 +176,8 @@ def _checked_size(example: Example, index: int, length: int) -> int:
     return n - 1
 
 
-def _first_fit_decreasing(sizes: Sequence[int], length: int) -> tuple[list[Placement], int]:
+def first_fit_decreasing(sizes: Sequence[int], length: int) -> tuple[list[Placement], int]:
+    """Where things of these sizes go in bins of `length`, and how many bins they need."""
     placements: list[Placement | None] = [None] * len(sizes)
     filled: list[int] = []
     for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
@@ -183,16 +190,17 @@ def _first_fit_decreasing(sizes: Sequence[int], length: int) -> tuple[list[Place
     return placements, len(filled)
 
 
-def _write(batch: Batch, example: Example, placement: Placement, segment: int) -> None:
-    where = (placement.row, slice(placement.start, placement.start + placement.size))
-    ids = np.asarray(example.ids, np.int32)
+def write(batch: Batch, example: Example, row: int, start: int, segment: int, first: int = 0) -> None:
+    """Puts positions `first`.. of an example into a row of the batch, from column `start` on."""
+    ids = np.asarray(example.ids, np.int32)[first:]
+    where = (row, slice(start, start + len(ids) - 1))
     batch.tokens[where] = ids[:-1]
     batch.targets[where] = ids[1:]
     batch.segments[where] = segment
-    batch.positions[where] = np.arange(placement.size)
-    batch.loss_mask[where] = np.asarray(example.loss_mask, bool)[1:]
+    batch.positions[where] = first + np.arange(len(ids) - 1)
+    batch.loss_mask[where] = np.asarray(example.loss_mask, bool)[first + 1 :]
     advantage = np.asarray(example.advantage, np.float32)
-    batch.advantages[where] = advantage[1:] if advantage.ndim else advantage
+    batch.advantages[where] = advantage[first + 1 :] if advantage.ndim else advantage
     if example.old_logprobs is not None:
-        batch.old_logprobs[where] = np.asarray(example.old_logprobs, np.float32)[1:]
+        batch.old_logprobs[where] = np.asarray(example.old_logprobs, np.float32)[first + 1 :]
     batch.weights[where] = example.weight

@@ -44,8 +44,8 @@ def group_examples(groups: Sequence[Group], *, recovery_weight: float, standardi
     values = np.array([0.0 if reward is None else reward for reward in rewards], np.float32)
     advantages = group_advantages(values, np.array(group_ids), graded, standardise=standardise)
     examples = [
-        attempt_example(attempt, advantage=float(advantage), weight=weight)
-        for attempt, advantage, weight in zip(attempts, advantages, weights, strict=True)
+        dataclasses.replace(attempt_example(attempt, advantage=float(advantage), weight=weight), group=group)
+        for attempt, advantage, weight, group in zip(attempts, advantages, weights, group_ids, strict=True)
         if advantage != 0 and weight != 0
     ]
     spread = {group_ids[i] for i in np.flatnonzero(advantages)}

@@ -16,6 +16,7 @@ from reterm_jax.checkpoint.checkpointer import Checkpointer
 from reterm_jax.rollout.groups import Group, Roller, roll_step, seed_of
 from reterm_jax.rollout.samplers.jax import JaxSampler
 from reterm_jax.tasks.task import Task
+from reterm_jax.tokens.forking import pack_forked
 from reterm_jax.tokens.packing import Example, pack
 from reterm_jax.training.examples import group_examples
 from reterm_jax.training.metrics import MetricsWriter, format_progress, format_seconds
@@ -33,6 +34,7 @@ class RLConfig:
         recovery_weight: factor on the loss of recovery tokens.
         standardise: divide advantages by the group's standard deviation.
         row_length: tokens of a packed row.
+        forked: compute what the attempts of a group share once; False computes it for each, to the same effect.
         save_every: steps between checkpoints; the last step is always saved.
     """
 
@@ -46,6 +48,7 @@ class RLConfig:
     epochs: int
     updates: int
     row_length: int
+    forked: bool
     save_every: int
     seed: int
 
@@ -163,10 +166,16 @@ def _train(
     for part in parts:
         if not len(part):
             continue
-        batch, _ = pack([examples[i] for i in part], length=config.row_length)
+        chosen = [examples[i] for i in part]
+        packed = pack_forked if config.forked else pack
+        batch, _ = packed(chosen, length=config.row_length)
         state, scalars = train_step(state, batch)
         collected.append(
-            {**{k: float(v) for k, v in scalars.items()}, "train/padding_fraction": batch.padding_fraction}
+            {
+                **{k: float(v) for k, v in scalars.items()},
+                "train/padding_fraction": batch.padding_fraction,
+                "train/shared_fraction": 1 - batch.used_tokens / sum(len(example.ids) - 1 for example in chosen),
+            }
         )
     means = {key: float(np.mean([c[key] for c in collected])) for key in collected[0]}
     return state, means | {k: v for k, v in collected[0].items() if k.startswith("train/logprob_diff")}

@@ -114,8 +114,7 @@ def make_score(
             parts = []
             for start in range(0, batch.rows, config.micro_rows):
                 chosen = np.arange(start, min(start + config.micro_rows, batch.rows))
-                micro = batch.take(chosen, count=config.micro_rows).arrays()
-                parts.append(compiled(params, {k: micro[k] for k in ("tokens", "targets", "segments", "positions")}))
+                parts.append(compiled(params, batch.take(chosen, count=config.micro_rows).arrays()))
         logprobs, entropy = (np.concatenate([np.asarray(x) for x in column]) for column in zip(*parts, strict=True))
         return logprobs[: batch.rows], entropy[: batch.rows]
 
@@ -210,7 +209,9 @@ def _make_step(
 
 
 def _logprobs(params, policy, micro, temperature, chunk):
-    hidden_BTD = forward.hidden_states(params, policy, micro["tokens"], micro["segments"], micro["positions"])
+    hidden_BTD = forward.hidden_states(
+        params, policy, micro["tokens"], micro["segments"], micro["positions"], micro.get("trunks")
+    )
     head_VD = forward.head(params, policy)
     return token_logprobs(hidden_BTD, head_VD, micro["targets"], temperature=temperature, chunk=chunk)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tiny_models import forward, init, tiny_config
 
-from reterm_jax.policy.forward import document_index, head, hidden_states
+from reterm_jax.policy.forward import head, hidden_states
 
 
 def slow_params(config, key):
@@ -120,8 +120,3 @@ def test_head_is_tied_or_own(key):
     untied = tiny_config("qwen3")
     params = init(untied, key)
     assert head(params, untied) is params["lm_head"]
-
-
-def test_document_index():
-    segments = jnp.asarray([[1, 1, 2, 2, 1, 0, 0]])
-    assert document_index(segments).tolist() == [[0, 0, 1, 1, 2, 3, 3]]

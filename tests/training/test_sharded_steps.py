@@ -4,7 +4,9 @@ import os
 import subprocess
 import sys
 
-SCRIPT = """
+import pytest
+
+PLAIN = """
 import jax, numpy as np
 from reterm_jax.policy.config import QwenConfig
 from reterm_jax.policy.sharding import make_mesh, param_shardings
@@ -42,8 +44,48 @@ print("same")
 """
 
 
-def test_eight_devices_make_the_same_update_as_one():
+FORKED = """
+import jax, numpy as np, optax
+from reterm_jax.policy.config import QwenConfig
+from reterm_jax.policy.sharding import make_mesh, param_shardings
+from reterm_jax.policy.spec import init_params
+from reterm_jax.tokens.forking import pack_forked
+from reterm_jax.tokens.packing import Example
+from reterm_jax.training.state import init_state
+from reterm_jax.training.steps import StepConfig, make_rl_step
+
+config = QwenConfig(
+    "qwen3_5", 32, 16, 24, 2, 2, 2, 8, ("linear_attention", "full_attention"), compute_dtype="float32", remat="none",
+    linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8, chunk_size=8,
+)
+rng = np.random.default_rng(0)
+trunks = [rng.integers(0, 32, 9 + 3 * g) for g in range(4)]
+examples = [
+    Example(np.concatenate([trunks[g], rng.integers(0, 32, n)]), np.arange(len(trunks[g]) + n) >= len(trunks[g]),
+            float(rng.normal()), np.full(len(trunks[g]) + n, -3.0), group=g)
+    for g in range(4) for n in (2, 5, 9)
+]
+batch, _ = pack_forked(examples, length=40)
+assert batch.trunks is not None
+results = []
+for axes in ((1, 1, 1), (8, 1, 1), (1, 8, 1), (1, 4, 2), (2, 2, 2)):
+    mesh = make_mesh(*axes)
+    shardings = param_shardings(config, mesh)
+    state = init_state(lambda key: init_params(config, key), jax.random.key(0), optax.sgd(1.0), mesh, shardings)
+    before = jax.tree.map(np.array, state.params)
+    step = make_rl_step(config, StepConfig(micro_rows=8), optax.sgd(1.0), mesh, shardings)
+    state, metrics = step(state, batch)
+    grads = jax.tree.map(lambda a, b: a - np.asarray(b), before, state.params)
+    results.append((grads, float(metrics["train/loss"])))
+for one in results[1:]:
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-6), one, results[0])
+print("same")
+"""
+
+
+@pytest.mark.parametrize("script", [PLAIN, FORKED], ids=["plain", "forked"])
+def test_eight_devices_make_the_same_update_as_one(script):
     env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run([sys.executable, "-c", SCRIPT], env=env, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.strip() == "same"

@@ -8,6 +8,7 @@ import pytest
 
 from reterm_jax.losses.policy_gradient import load_objective
 from reterm_jax.policy import forward
+from reterm_jax.tokens.forking import pack_forked
 from reterm_jax.tokens.packing import Batch, Example, pack, unpack
 from reterm_jax.training.steps import StepConfig, make_rl_step, make_score, make_sft_step
 
@@ -136,3 +137,27 @@ def test_sft_learns_a_sequence_by_heart(policy, sft):
 def test_micro_rows_must_fit_the_mesh(policy):
     with pytest.raises(ValueError, match="micro_rows = 0"):
         make_sft_step(policy.config, StepConfig(micro_rows=0), SGD, policy.mesh, policy.shardings)
+
+
+@pytest.mark.parametrize("objective,aggregation", [("ppo_clip", "token"), ("gspo", "sequence")])
+def test_forked_rows_make_the_same_update_as_plain_ones(hybrid, objective, aggregation):
+    """Two groups with trunks, one of them divided over rows, and a document that shares nothing."""
+    rng = np.random.default_rng(0)
+    examples = []
+    for number, (shared, lengths) in enumerate([(20, (4, 9, 1)), (11, (3, 12, 7, 5, 2)), (0, (8,))]):
+        start = rng.integers(0, 32, shared)
+        for n in lengths:
+            ids = np.concatenate([start, rng.integers(0, 32, n)])
+            mask = np.arange(len(ids)) >= max(shared, 1)
+            old = np.log(rng.uniform(0.01, 0.1, len(ids)))
+            examples.append(Example(ids, mask, float(rng.normal()), old, weight=1.0 + n % 2, group=number))
+    config = StepConfig(micro_rows=2, aggregation=aggregation, objective=objective, temperature=TEMPERATURE)
+    step = make_rl_step(hybrid.config, config, SGD, hybrid.mesh, hybrid.shardings)
+    results = []
+    for packed in (pack, pack_forked):
+        batch, _ = packed(examples, length=40)
+        state, metrics = step(hybrid.new_state(SGD), batch)
+        results.append((batch, jax.tree.map(np.asarray, state.params), {k: float(v) for k, v in metrics.items()}))
+    (plain, *expected), (forked, *found) = results
+    assert forked.used_tokens < 0.75 * plain.used_tokens
+    assert_same(found, expected, rtol=1e-4, atol=1e-5)

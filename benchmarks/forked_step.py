@@ -1,0 +1,114 @@
+"""What computing the shared history of a group once saves: a ReTerm-GRPO update on plain rows against forked rows.
+
+    python benchmarks/forked_step.py                                # tokens as in the quickstart
+    python benchmarks/forked_step.py --prefix=2000 --branch=100 --row_length=4096
+
+Both updates see the same groups (random tokens, one trunk of `--prefix` tokens and K branches of `--branch` tokens on
+average) and make the same parameters up to rounding. They are timed in turns in one process. Prints seconds and
+positions of each, the ratios, and the largest difference between the two gradients.
+"""
+
+from __future__ import annotations
+
+import time
+
+import jax
+import numpy as np
+import optax
+from absl import app, flags
+
+from reterm_jax.policy.config import QwenConfig
+from reterm_jax.policy.sharding import make_mesh, param_shardings
+from reterm_jax.policy.spec import init_params
+from reterm_jax.tokens.forking import pack_forked
+from reterm_jax.tokens.packing import Batch, Example, pack
+from reterm_jax.training.state import init_state
+from reterm_jax.training.steps import StepConfig, make_rl_step
+
+_GROUPS = flags.DEFINE_integer("groups", 16, "Groups in the update.")
+_FORKS = flags.DEFINE_integer("forks", 8, "K, branches of a group.")
+_PREFIX = flags.DEFINE_integer("prefix", 180, "Tokens that the branches of a group share.")
+_BRANCH = flags.DEFINE_integer("branch", 80, "Mean tokens of a branch; they vary from a half to one and a half of it.")
+_ROW = flags.DEFINE_integer("row_length", 1024, "Positions of a row.")
+_HIDDEN = flags.DEFINE_integer("hidden", 128, "Hidden size; the other sizes follow from it.")
+_REPEATS = flags.DEFINE_integer("repeats", 5, "Timed updates of each kind; the median counts.")
+
+
+def main(_: list[str]) -> None:
+    hidden = _HIDDEN.value
+    config = QwenConfig(
+        family="qwen3_5",
+        vocab_size=512,
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=32,
+        layer_types=("linear_attention", "full_attention"),
+        partial_rotary_factor=0.25,
+        tie_word_embeddings=True,
+        initializer_range=0.08,
+        linear_num_key_heads=4,
+        linear_num_value_heads=4,
+        linear_key_head_dim=32,
+        linear_value_head_dim=32,
+        compute_dtype="float32",
+        remat="none",
+        chunk_size=32,
+        attention_block=128,
+    )
+    examples = _examples(np.random.default_rng(0), config.vocab_size)
+    batches = {
+        "plain": pack(examples, length=_ROW.value)[0],
+        "forked": pack_forked(examples, length=_ROW.value)[0],
+    }
+    mesh = make_mesh()
+    shardings = param_shardings(config, mesh)
+    optimizer = optax.sgd(1.0)  # parameters before minus after are the gradient
+    step = make_rl_step(config, StepConfig(micro_rows=1), optimizer, mesh, shardings)
+
+    def update(batch: Batch):
+        state = init_state(lambda key: init_params(config, key), jax.random.key(0), optimizer, mesh, shardings)
+        jax.block_until_ready(state)
+        start = time.perf_counter()
+        state, _ = jax.block_until_ready(step(state, batch))
+        return time.perf_counter() - start, jax.tree.map(np.asarray, state.params)
+
+    results = {name: update(batch)[1] for name, batch in batches.items()}  # compiles
+    seconds = {name: [] for name in batches}
+    for _ in range(_REPEATS.value):
+        for name, batch in batches.items():
+            seconds[name].append(update(batch)[0])
+    start = init_state(lambda key: init_params(config, key), jax.random.key(0), optimizer, mesh, shardings).params
+    gradients = {name: jax.tree.map(lambda a, b: np.asarray(a) - b, start, after) for name, after in results.items()}
+    scale = max(float(np.abs(x).max()) for x in jax.tree.leaves(gradients["plain"]))
+    worst = max(float(np.abs(x).max()) for x in jax.tree.leaves(jax.tree.map(np.subtract, *gradients.values())))
+
+    print(f"{_GROUPS.value} groups, prefix {_PREFIX.value}, {_FORKS.value} branches of about {_BRANCH.value} tokens")
+    print(f"{'':8}{'s/update':>10}{'positions':>11}{'rows':>6}{'padding':>9}")
+    for name, batch in batches.items():
+        print(
+            f"{name:8}{np.median(seconds[name]):10.3f}{batch.used_tokens:11,}{batch.rows:6}"
+            f"{batch.padding_fraction:9.1%}"
+        )
+    plain, forked = (batches[name].used_tokens for name in ("plain", "forked"))
+    ratio = np.median(np.array(seconds["plain"]) / np.array(seconds["forked"]))
+    print(f"plain / forked: {ratio:.2f} in time, {plain / forked:.2f} in positions")
+    print(f"largest difference of a gradient entry: {worst / scale:.1e} of the largest entry")
+
+
+def _examples(rng: np.random.Generator, vocabulary: int) -> list[Example]:
+    examples = []
+    for group in range(_GROUPS.value):
+        shared = rng.integers(0, vocabulary, _PREFIX.value)
+        for _ in range(_FORKS.value):
+            own = int(rng.uniform(0.5, 1.5) * _BRANCH.value) + 1
+            ids = np.concatenate([shared, rng.integers(0, vocabulary, own)])
+            mask = np.arange(len(ids)) >= _PREFIX.value
+            examples.append(Example(ids, mask, float(rng.normal()), np.full(len(ids), -6.0), group=group))
+    return examples
+
+
+if __name__ == "__main__":
+    app.run(main)
