@@ -151,7 +151,7 @@ def test_another_config_is_refused_and_nothing_overwritten(killed_and_resumed, o
         ("rl__row_length", 256, "config.rl: row_length is 256, but an attempt may have agent.max_tokens = 512"),
         ("base__row_length", 256, "config.base: row_length is 256, but"),
         ("rl__aggregation", "mean", "config.rl: aggregation 'mean' is unknown"),
-        ("mesh__fsdp", 3, "config.sft.micro_rows is 2; it must be a multiple of mesh.data · mesh.fsdp = 3"),
+        ("mesh__fsdp", 3, "config.base.micro_rows is 1; it must be a multiple of mesh.data · mesh.fsdp = 3"),
         ("rl__objective", "ppo", "config.rl: objective 'ppo' is unknown"),
         ("base__epochs", 0, "config.base: epochs must be at least 1, got 0"),
         ("sft__optimizer", "sgd", "config.sft: optimizer 'sgd' is unknown"),
