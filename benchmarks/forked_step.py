@@ -1,7 +1,7 @@
 """What computing the shared history of a group once saves: a ReTerm-GRPO update on plain rows against forked rows.
 
     python benchmarks/forked_step.py                                # tokens as in the quickstart
-    python benchmarks/forked_step.py --prefix=2000 --branch=100 --row_length=4096
+    python benchmarks/forked_step.py --groups=2 --prefix=600 --branch=60 --row_length=2048
 
 Both updates see the same groups (random tokens, one trunk of `--prefix` tokens and K branches of `--branch` tokens on
 average) and make the same parameters up to rounding. They are timed in turns in one process. Prints seconds and

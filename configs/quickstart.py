@@ -2,7 +2,7 @@
 
 Command:   bash launch/quickstart.sh
 Hardware:  2 CPU cores, 8 GB, no GPU, no Docker (bubblewrap sandboxes).
-Result:    in 16 to 18 minutes a table of Pass@1 and recovery rate for base, SFT and ReTerm-GRPO, and `report.html`.
+Result:    in about 14 minutes a table of Pass@1 and recovery rate for base, SFT and ReTerm-GRPO, and `report.html`.
            Over three seeds ReTerm-GRPO is above SFT by 0.25 in Pass@1 and 0.21 in recovery rate; see the README.
 
 There are no pretrained weights to download, so the quickstart makes its own base model: a Qwen3.5 hybrid of
