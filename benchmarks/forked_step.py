@@ -30,7 +30,7 @@ _FORKS = flags.DEFINE_integer("forks", 8, "K, branches of a group.")
 _PREFIX = flags.DEFINE_integer("prefix", 180, "Tokens that the branches of a group share.")
 _BRANCH = flags.DEFINE_integer("branch", 80, "Mean tokens of a branch; they vary from a half to one and a half of it.")
 _ROW = flags.DEFINE_integer("row_length", 1024, "Positions of a row.")
-_HIDDEN = flags.DEFINE_integer("hidden", 128, "Hidden size; the other sizes follow from it.")
+_HIDDEN = flags.DEFINE_integer("hidden", 128, "Hidden size; the MLP has three times as many.")
 _REPEATS = flags.DEFINE_integer("repeats", 5, "Timed updates of each kind; the median counts.")
 
 

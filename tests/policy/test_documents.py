@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_models import forward, init, tiny_config
+from tiny_models import forward, slow_params, tiny_config
 
 from reterm_jax.policy.documents import Documents
 from reterm_jax.policy.forward import hidden_states
@@ -49,18 +49,9 @@ def forked(groups, width, seed=0):
     return (tokens, segments, positions, trunks), documents
 
 
-def slow(config, key):
-    """Parameters whose state hardly forgets, so that a state from the wrong place is seen."""
-    params = init(config, key)
-    for layer in params["layers"].values():
-        if "a_log" in layer["mixer"]:
-            layer["mixer"]["a_log"] = jnp.full_like(layer["mixer"]["a_log"], -8.0)
-    return params
-
-
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
 def test_forked_equals_alone(config, key, row):
-    params = slow(config, key)
+    params = slow_params(config, key)
     used = sum(length + sum(branches) for length, branches in row)
     arrays, documents = forked(row, used + 7)
     found = forward(params, config, *arrays)[0]
@@ -73,7 +64,7 @@ def test_forked_equals_alone(config, key, row):
 
 def test_gradients_are_those_of_the_full_documents(config, key):
     """Each document has its own loss on its branch; a trunk's gradient is the sum over its branches."""
-    params = slow(config, key)
+    params = slow_params(config, key)
     row = [(37, (5, 20, 1)), (11, ()), (16, (3, 3))]
     arrays, documents = forked(row, 128)
     rng = np.random.default_rng(1)
@@ -112,7 +103,7 @@ def test_gradients_are_those_of_the_full_documents(config, key):
 @pytest.mark.parametrize("trunk", [63, 4_000])
 def test_long_trunks(key, trunk):
     config = tiny_config("qwen3_5", chunk_size=64, attention_block=512)
-    params = slow(config, key)
+    params = slow_params(config, key)
     arrays, documents = forked([(trunk, (9, 70))], trunk + 80)
     found = forward(params, config, *arrays)[0]
     for columns in documents:

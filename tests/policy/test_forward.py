@@ -6,18 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_models import forward, init, tiny_config
+from tiny_models import forward, init, slow_params, tiny_config
 
 from reterm_jax.policy.forward import head, hidden_states
-
-
-def slow_params(config, key):
-    """Parameters whose DeltaNet hardly forgets, so that anything that leaks over a boundary is seen."""
-    params = init(config, key)
-    for layer in params["layers"].values():
-        if "a_log" in layer["mixer"]:
-            layer["mixer"]["a_log"] = jnp.full_like(layer["mixer"]["a_log"], -8.0)
-    return params
 
 
 def alone(params, config, tokens):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 
 from reterm_jax.policy.config import QwenConfig
 from reterm_jax.policy.forward import hidden_states
@@ -42,3 +43,12 @@ def tiny_config(family: str, **overrides) -> QwenConfig:
 # Jitted once for all tests: called eagerly, the scanned block would be compiled anew at every call.
 forward = jax.jit(hidden_states, static_argnums=1)
 init = jax.jit(init_params, static_argnums=0)
+
+
+def slow_params(config, key):
+    """Parameters whose DeltaNet hardly forgets, so that anything that leaks over a boundary is seen."""
+    params = init(config, key)
+    for layer in params["layers"].values():
+        if "a_log" in layer["mixer"]:
+            layer["mixer"]["a_log"] = jnp.full_like(layer["mixer"]["a_log"], -8.0)
+    return params
