@@ -71,7 +71,7 @@ def get_config() -> ml_collections.ConfigDict:
     c.base.row_length = 704
 
     c.sft = ml_collections.ConfigDict()  # cold start on recovery demonstrations
-    c.sft.examples = 200
+    c.sft.examples = 120
     c.sft.renamings = 1
     c.sft.sampled_fraction = 0.5  # demonstrations that take over from the base model's own failures
     c.sft.optimizer = "adamw"
@@ -88,7 +88,7 @@ def get_config() -> ml_collections.ConfigDict:
         stage.clip_norm = 1.0
 
     c.rl = ml_collections.ConfigDict()
-    c.rl.steps = 8
+    c.rl.steps = 12
     c.rl.tasks = 32  # root groups a step
     c.rl.attempts = 8  # G, attempts of a root group
     c.rl.states = 32  # failure states a step; 0 is plain GRPO
@@ -119,7 +119,7 @@ def get_config() -> ml_collections.ConfigDict:
     c.eval = ml_collections.ConfigDict()
     c.eval.attempts = 2  # per held-out task
     c.eval.states = 60  # fixed failure states on held-out tasks
-    c.eval.forks = 2  # recoveries per state
+    c.eval.forks = 4  # recoveries per state
     c.eval.temperature = 0.7
     c.eval.trees = 6  # fork trees shown in the report
     return c
