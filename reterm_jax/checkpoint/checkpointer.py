@@ -5,14 +5,17 @@ A step's directory holds the items `params` and `opt_state` (so that evaluation 
 killed while saving leaves the previous step as the latest one; the leftover is removed when the directory is opened.
 """
 
+import contextlib
 import errno
+import logging as std_logging
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
 import jax
 import orbax.checkpoint as ocp
+from absl import logging
 
 from reterm_jax.policy.spec import param_name
 from reterm_jax.training.state import TrainState
@@ -65,16 +68,15 @@ class Checkpointer:
             CheckpointError: if the disk is full. Earlier steps are left as they are.
         """
         record = {_FINGERPRINT: self._fingerprint, "step": int(state.step), **(metadata or {})}
+        items = ocp.args.Composite(
+            params=ocp.args.StandardSave(state.params),
+            opt_state=ocp.args.StandardSave(_counted(state)),
+            metadata=ocp.args.JsonSave(record),
+        )
         try:
-            self._manager.save(
-                step,
-                args=ocp.args.Composite(
-                    params=ocp.args.StandardSave(state.params),
-                    opt_state=ocp.args.StandardSave(_counted(state)),
-                    metadata=ocp.args.JsonSave(record),
-                ),
-            )
-            self._manager.wait_until_finished()
+            with _no_space_reported_once():
+                self._manager.save(step, args=items)
+                self._manager.wait_until_finished()
         except Exception as error:
             if not _is_no_space(error):
                 raise
@@ -82,9 +84,11 @@ class Checkpointer:
             for leftover in self.directory.glob(f"{step}.orbax-checkpoint-tmp*"):
                 shutil.rmtree(leftover, ignore_errors=True)
             free = shutil.disk_usage(self.directory).free / 2**20
+            latest = self.latest_step
+            onwards = "nothing was saved here before" if latest is None else f"the run continues from step {latest}"
             raise CheckpointError(
                 f"no space left to save step {step} in {self.directory} ({free:.0f} MiB free); free some space and "
-                f"start again: the run continues from step {self.latest_step}"
+                f"start again: {onwards}"
             ) from error
 
     def restore(self, abstract: TrainState, step: int | None = None) -> tuple[TrainState, dict[str, Any]]:
@@ -182,6 +186,21 @@ def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
 
 def _describe(shape: tuple[int, ...] | None) -> str:
     return "missing" if shape is None else f"of shape {list(shape)}"
+
+
+@contextlib.contextmanager
+def _no_space_reported_once() -> Iterator[None]:
+    """Keeps Orbax's writing threads from logging a traceback each for the error that `save` raises in one line."""
+
+    def keep(record: std_logging.LogRecord) -> bool:
+        return not (record.exc_info and _is_no_space(record.exc_info[1]))
+
+    logger = logging.get_absl_logger()
+    logger.addFilter(keep)
+    try:
+        yield
+    finally:
+        logger.removeFilter(keep)
 
 
 def _is_no_space(error: BaseException | None) -> bool:
