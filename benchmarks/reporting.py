@@ -13,7 +13,7 @@ import jax
 
 
 def finish(name: str, value: float, unit: str, bar: float, *, at_least: bool = True) -> None:
-    """Prints `{"name", "value", "unit", "bar", "ok"}` and exits with 1 unless the value is at least (at most) the bar."""
+    """Prints `{"name", "value", "unit", "bar", "ok"}` and exits with 1 where the value is below (above) the bar."""
     ok = value >= bar if at_least else value <= bar
     print(json.dumps({"name": name, "value": round(value, 4), "unit": unit, "bar": bar, "ok": ok}))
     sys.exit(0 if ok else 1)
