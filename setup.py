@@ -43,6 +43,7 @@ setuptools.setup(
     entry_points={
         "console_scripts": [
             "reterm-train = reterm_jax.cli.train:run",
+            "reterm-evaluate = reterm_jax.cli.evaluate:run",
             "reterm-export = reterm_jax.cli.export:run",
             "reterm-view = reterm_jax.cli.view:run",
         ]

@@ -69,6 +69,12 @@ class Task:
         script = self.path / "solution" / "solve.sh"
         return script if script.is_file() else None
 
+    def fingerprint(self) -> str:
+        """Hash of the whole directory: what verdicts on the task depend on."""
+        digest = hashlib.sha256()
+        _hash_tree(digest, self.path)
+        return digest.hexdigest()
+
     @classmethod
     def load(cls, directory: str | os.PathLike[str]) -> Task:
         """Reads and checks one task directory; raises TaskError naming file, field and remedy."""
@@ -130,6 +136,11 @@ def _content_hash(directory: Path, config: EnvironmentConfig) -> str:
         for item in dataclasses.fields(config)
     }
     digest.update(json.dumps(fields, sort_keys=True).encode())
+    _hash_tree(digest, directory)
+    return digest.hexdigest()
+
+
+def _hash_tree(digest: hashlib._Hash, directory: Path) -> None:
     for path in sorted(directory.rglob("*")):
         status = path.lstat()
         # Directories count: COPY keeps empty ones. Permission bits count: COPY keeps them too.
@@ -139,4 +150,3 @@ def _content_hash(directory: Path, config: EnvironmentConfig) -> str:
             digest.update(os.fsencode(os.readlink(path)))
         elif stat.S_ISREG(status.st_mode):
             digest.update(hashlib.sha256(path.read_bytes()).digest())
-    return digest.hexdigest()

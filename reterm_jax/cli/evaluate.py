@@ -1,0 +1,95 @@
+"""`reterm-evaluate TASKS`: checks a task set with reference agents. The oracle must be judged 1, doing nothing 0."""
+
+import asyncio
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+from absl import app, flags
+
+from reterm_jax.cli import common
+
+_AGENTS = flags.DEFINE_list("agent", ["oracle", "nop"], "Reference agents: oracle (solution/solve.sh), nop (nothing).")
+_SANDBOX = flags.DEFINE_enum("sandbox", "auto", ["auto", "bubblewrap", "docker"], "Where commands run.")
+_WORKDIR = flags.DEFINE_string(
+    "workdir", "runs/evaluate", "Holds AGENT.jsonl, each attempt with its verdict; killed and started again it goes on."
+)
+_CONCURRENT = flags.DEFINE_integer("concurrent", 4, "Sandboxes alive at once.", lower_bound=1)
+_TIMEOUT = flags.DEFINE_float("timeout", 900.0, "Seconds for a solution whose task sets no agent.timeout_sec.")
+_IDS = flags.DEFINE_list("task", [], "Only the tasks of these ids.")
+
+
+def main(argv: Sequence[str]) -> None:
+    if len(argv) != 2:
+        raise app.UsageError("give one path: a directory of Harbor tasks, or one task's directory")
+    from reterm_jax.evaluation.reference import AGENTS, unsound, unsound_table
+
+    for agent in _AGENTS.value:
+        if agent not in AGENTS:
+            raise common.UserError(f"--agent: {agent!r} is not one of {', '.join(AGENTS)}")
+    records = asyncio.run(_run(Path(argv[1])))
+    found = [x for agent, done in records.items() for x in unsound(agent, done)]
+    for agent, done in records.items():
+        solved = sum(record.solved for record in done)
+        print(f"{agent}: {solved} of {len(done)} solved, {sum(not record.graded for record in done)} not graded")
+    if found:
+        print(unsound_table(found))
+        raise common.UserError(f"{len({x.record.task_id for x in found})} tasks are not sound; the table names them")
+    print("every task is sound")
+
+
+async def _run(path: Path) -> dict:
+    from reterm_jax.evaluation.console import progress_printer
+    from reterm_jax.evaluation.evaluate import evaluate_pass
+    from reterm_jax.evaluation.journal import Journal
+    from reterm_jax.evaluation.reference import run_reference
+    from reterm_jax.sandbox import make_host
+    from reterm_jax.sandbox.base import SandboxError
+
+    tasks = _tasks(path)
+    workdir = Path(_WORKDIR.value)
+    workdir.mkdir(parents=True, exist_ok=True)
+    host = make_host(_SANDBOX.value, workdir / "sandboxes", max_concurrent=_CONCURRENT.value, run_id="evaluate")
+    # A verdict holds for a task as it was: a journal of other contents is refused.
+    content = hashlib.sha256("".join(task.id + task.fingerprint() for task in tasks).encode()).hexdigest()
+    records = {}
+    try:
+        for agent in _AGENTS.value:
+            identity = {"agent": agent, "tasks": content}
+            unfinished = workdir / f"{agent}.unfinished.jsonl"
+            with Journal(unfinished, identity) as journal:
+                records[agent] = await evaluate_pass(
+                    tasks,
+                    lambda task, seed, agent=agent: run_reference(agent, task, host, timeout=_TIMEOUT.value, seed=seed),
+                    concurrency=_CONCURRENT.value,
+                    journal=journal,
+                    faults=(SandboxError,),
+                    progress=progress_printer(agent),
+                )
+            unfinished.replace(workdir / f"{agent}.jsonl")
+    finally:
+        await host.close()
+    return records
+
+
+def _tasks(path: Path) -> list:
+    from reterm_jax.tasks.task import Task, load_tasks
+
+    tasks = [Task.load(path)] if (path / "task.toml").exists() else load_tasks(path)
+    missing = set(_IDS.value) - {task.id for task in tasks}
+    if missing:
+        raise common.UserError(f"--task: {path} has no task {', '.join(sorted(missing))}")
+    chosen = [task for task in tasks if not _IDS.value or task.id in _IDS.value]
+    for task in chosen:
+        if "oracle" in _AGENTS.value and task.solution is None:
+            raise common.UserError(f"{task.path / 'solution' / 'solve.sh'}: missing; add it, or give --agent=nop")
+    return chosen
+
+
+def run() -> None:
+    """Console entry point."""
+    common.run_main(main, positional=1)
+
+
+if __name__ == "__main__":
+    run()
