@@ -87,7 +87,7 @@ def test_gradients_equal_transformers(family, tmp_path):
         parts = (gradients[name] if group.block is None else gradients[name][group.block] for name in group.params)
         want = expected[group.tensor].grad.numpy()
         np.testing.assert_allclose(
-            group.join(*parts), want, atol=1e-3 * np.abs(want).max() + 1e-8, rtol=1e-3, err_msg=group.tensor
+            group.join(parts, np.float32), want, atol=1e-3 * np.abs(want).max() + 1e-8, rtol=1e-3, err_msg=group.tensor
         )
 
 
