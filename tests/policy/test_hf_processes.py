@@ -19,16 +19,18 @@ root, rank, port = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 jax.distributed.initialize(f"localhost:{port}", 2, rank)
 from reterm_jax.policy import hf
 from reterm_jax.policy.config import QwenConfig
+from reterm_jax.policy.hf_files import StoredTensor
 from reterm_jax.policy.sharding import DEFAULT_RULES, make_mesh, param_shardings
 from reterm_jax.policy.spec import ArraySpec, param_specs
 
-bytes_read = 0
-read = hf._Piece.read
-def counting(piece, index, dtype):
-    global bytes_read
-    bytes_read += piece.view[index].nbytes
-    return read(piece, index, dtype)
-hf._Piece.read = counting
+class Counted(np.ndarray):
+    bytes_read = 0
+    def copy(self, order="C"):
+        Counted.bytes_read += self.nbytes
+        return np.asarray(self).copy(order)
+
+view = StoredTensor.view
+StoredTensor.view = lambda tensor: view(tensor).view(Counted)
 
 source = root / "source"
 config = QwenConfig.from_hf(source)
@@ -39,10 +41,10 @@ for name, axes, rules, halved in (
     ("layers", (1, 2, 2), by_layers, "layers"),  # half of the layers, and all of the rest
     ("data", (4, 1, 1), DEFAULT_RULES, None),    # everything, but once for both devices
 ):
-    bytes_read = 0
+    Counted.bytes_read = 0
     params = hf.load_params(source, config, shardings=param_shardings(config, make_mesh(*axes), rules))
     expected = sum(2 * int(np.prod(spec.shape)) // (2 if halved in spec.logical_axes else 1) for spec in specs)
-    assert bytes_read == expected, (name, bytes_read, expected)
+    assert Counted.bytes_read == expected, (name, Counted.bytes_read, expected)
     hf.save_params(root / name, params, config, source=source)
     assert (root / name / "config.json").exists()
 print("done")
