@@ -92,14 +92,14 @@ def phantom(weight_map):
 
 
 def misplaced(weight_map):
-    weight_map["odd"] = weight_map["counts"]
+    weight_map["half"] = weight_map["wide"]
 
 
 def left_out(weight_map):
     del weight_map["half"]
 
 
-@pytest.mark.parametrize(("change", "name"), [(phantom, "phantom"), (misplaced, "odd"), (left_out, "half")])
+@pytest.mark.parametrize(("change", "name"), [(phantom, "phantom"), (misplaced, "half"), (left_out, "half")])
 def test_an_index_that_lies_is_named_with_the_tensor(sharded, change, name):
     edit_index(sharded, change)
     with pytest.raises(WeightsError, match=rf"{hf_files.INDEX_NAME}: does not list what its files hold: {name}$"):
