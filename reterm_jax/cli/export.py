@@ -1,7 +1,6 @@
-"""`reterm-export`: writes a run's policy as a Hugging Face directory."""
+"""`reterm-export`: writes a run's policy as a Hugging Face directory, in the layout of the model it was made from."""
 
 import json
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -36,11 +35,8 @@ def main(argv: Sequence[str]) -> None:
     config = QwenConfig.from_hf(source)
     with Checkpointer(checkpoints) as checkpointer:
         params = checkpointer.restore_params(abstract_params(config))
-    hf.save_params(output, params, config)
-    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
-        if (source / file).exists():
-            shutil.copy2(source / file, output / file)
-    print(f"{output}: weights, config and tokenizer of stage {_STAGE.value}")
+    hf.save_params(output, params, config, source=source)
+    print(f"{output}: the policy of stage {_STAGE.value}, with all else as in {source}")
 
 
 def run() -> None:
