@@ -6,20 +6,17 @@ size, D hidden size.
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from reterm_jax.policy.blockwise import blockwise_attention
 from reterm_jax.policy.config import QwenConfig
 from reterm_jax.policy.documents import Documents
 from reterm_jax.policy.layers import apply_rotary, project, rms_norm, rotary_angles
 
 AttentionParams = dict[str, jax.Array]
-
-# Unrolled in the program, so few: eight already avoid 44 % of the work, of the 50 % that can be avoided.
-_MAX_SLABS = 8
 
 
 class KVCache(NamedTuple):
@@ -34,7 +31,7 @@ def self_attention(
 ) -> tuple[jax.Array, KVCache]:
     """Causal attention in which a token sees its own document and its trunk; also returns the keys and values."""
     q_BGRTK, kv = _queries_keys_values(p, config, x_BTD, documents.positions_BT)
-    out_BGRTK = _causal(q_BGRTK, kv, documents, config)
+    out_BGRTK = blockwise_attention(q_BGRTK, *kv, documents, block=config.attention_block)
     return _output(p, config, x_BTD, out_BGRTK), kv
 
 
@@ -97,56 +94,3 @@ def _output(p: AttentionParams, config: QwenConfig, x_BTD: jax.Array, out_BGRTK:
         gate_BTHK = project(x_BTD, p["gate_proj"]).astype(jnp.float32)
         out_BTHK = (out_BTHK * jax.nn.sigmoid(gate_BTHK)).astype(x_BTD.dtype)
     return jnp.einsum("bthk,hkd->btd", out_BTHK, p["o_proj"].astype(x_BTD.dtype))
-
-
-def _causal(q_BGRTK: jax.Array, kv: KVCache, documents: Documents, config: QwenConfig) -> jax.Array:
-    """Causal attention within documents, without [T,T] memory and without most of the upper triangle's work.
-
-    The queries are cut into at most `_MAX_SLABS` slabs, each of which only reads the keys up to its own end; within a
-    slab, `attention_block` queries are attended at a time.
-    """
-    T = q_BGRTK.shape[3]
-    block = config.attention_block
-    slab = block * max(1, -(-T // (block * _MAX_SLABS)))
-    out = []
-    for start in range(0, T, slab):
-        end = min(start + slab, T)
-        keys = KVCache(*(x[:, :, :end] for x in kv))
-        out.append(_slab(q_BGRTK[:, :, :, start:end], keys, documents, start, config))
-    return jnp.concatenate(out, axis=3)
-
-
-def _slab(q_BGRTK: jax.Array, kv: KVCache, documents: Documents, start: int, config: QwenConfig) -> jax.Array:
-    """Attention of the queries at times start.. over the keys [0, S), in blocks of `attention_block` queries."""
-    B, G, R, T, K = q_BGRTK.shape
-    block = config.attention_block
-    blocks = -(-T // block)
-    documents_BS = documents.index_BT[:, : start + T]
-
-    def one_block(args: tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]) -> jax.Array:
-        first, q, queries_of = args
-        return attend(q, *kv, _visible(first + jnp.arange(q.shape[3]), queries_of, documents_BS))
-
-    if config.remat != "none":
-        one_block = jax.checkpoint(one_block, prevent_cse=blocks == 1)
-    own_and_trunk = (documents.index_BT,) if documents.trunk_BT is None else (documents.index_BT, documents.trunk_BT)
-    queries_of = tuple(x_BT[:, start : start + T] for x_BT in own_and_trunk)
-    if blocks == 1:
-        return one_block((jnp.asarray(start), q_BGRTK, queries_of))
-    # Padded queries are given the last document, so that they have a key to attend to.
-    pad = blocks * block - T
-    queries = jnp.pad(q_BGRTK, ((0, 0), (0, 0), (0, 0), (0, pad), (0, 0)))
-    queries = jnp.moveaxis(queries.reshape(B, G, R, blocks, block, K), 3, 0)
-    queries_of = tuple(
-        jnp.moveaxis(jnp.pad(x_BT, ((0, 0), (0, pad)), mode="edge").reshape(B, blocks, block), 1, 0)
-        for x_BT in queries_of
-    )
-    out = jax.lax.map(one_block, (start + jnp.arange(blocks) * block, queries, queries_of))
-    return jnp.moveaxis(out, 0, 3).reshape(B, G, R, blocks * block, K)[:, :, :, :T]
-
-
-def _visible(times_T: jax.Array, queries_of: tuple[jax.Array, ...], documents_BS: jax.Array) -> jax.Array:
-    """[B,T,S]: keys that are not later, in the queries' documents or, where these are given second, their trunks."""
-    causal_TS = times_T[:, None] >= jnp.arange(documents_BS.shape[1])
-    same_BTS = (of_BT[:, :, None] == documents_BS[:, None, :] for of_BT in queries_of)
-    return causal_TS & functools.reduce(jnp.logical_or, same_BTS)
