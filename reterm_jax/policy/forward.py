@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -12,7 +13,7 @@ from reterm_jax.policy.config import LINEAR, QwenConfig
 from reterm_jax.policy.delta_net import delta_net, initial_state
 from reterm_jax.policy.documents import Documents
 from reterm_jax.policy.layers import mlp, rms_norm
-from reterm_jax.policy.sharding import constrain_batch
+from reterm_jax.policy.sharding import constrain_batch, constrain_residual
 from reterm_jax.policy.spec import Params
 
 
@@ -35,23 +36,28 @@ def hidden_states(
         continues, or its own. Segments of a row must then all differ. See `documents.Documents`.
     """
     documents = Documents.of(segments_BT, positions_BT, trunks_BT)
-    x_BTD = constrain_batch(embed(params, config, tokens_BT))
+    x_BTD = constrain_residual(embed(params, config, tokens_BT))
+
+    def layer(kind: str, x_BTD: jax.Array, p: Params) -> jax.Array:
+        # Gathered here, once, and with heads or MLP columns over `tensor` from here to the next sum of partial results.
+        normed_BTD = constrain_batch(layer_norm(x_BTD, p["input_norm"], config))
+        if kind == LINEAR:
+            mixed_BTD, _ = delta_net(p["mixer"], config, normed_BTD, documents, initial_state(config, x_BTD.shape[0]))
+        else:
+            mixed_BTD, _ = self_attention(p["mixer"], config, normed_BTD, documents)
+        x_BTD += constrain_residual(mixed_BTD)
+        normed_BTD = constrain_batch(layer_norm(x_BTD, p["post_norm"], config))
+        return x_BTD + constrain_residual(mlp(p["mlp"], normed_BTD))
+
+    layers = [rematerialised(functools.partial(layer, kind), config) for kind in config.layer_pattern]
 
     def block(x_BTD: jax.Array, block_params: Params) -> tuple[jax.Array, None]:
-        for position, kind in enumerate(config.layer_pattern):
-            p = block_params[str(position)]
-            normed_BTD = layer_norm(x_BTD, p["input_norm"], config)
-            if kind == LINEAR:
-                start = initial_state(config, x_BTD.shape[0])
-                mixed_BTD, _ = delta_net(p["mixer"], config, normed_BTD, documents, start)
-            else:
-                mixed_BTD, _ = self_attention(p["mixer"], config, normed_BTD, documents)
-            x_BTD = constrain_batch(x_BTD + mixed_BTD)
-            x_BTD = constrain_batch(x_BTD + mlp(p["mlp"], layer_norm(x_BTD, p["post_norm"], config)))
+        for position, apply in enumerate(layers):
+            x_BTD = apply(x_BTD, block_params[str(position)])
         return x_BTD, None
 
-    x_BTD, _ = jax.lax.scan(rematerialised(block, config), x_BTD, params["layers"])
-    return layer_norm(x_BTD, params["final_norm"], config)
+    x_BTD, _ = jax.lax.scan(block, x_BTD, params["layers"])
+    return constrain_batch(layer_norm(x_BTD, params["final_norm"], config))
 
 
 def head(params: Params, config: QwenConfig) -> jax.Array:
@@ -68,11 +74,13 @@ def layer_norm(x_BTD: jax.Array, weight_D: jax.Array, config: QwenConfig) -> jax
     return rms_norm(x_BTD, weight_D, eps=config.rms_norm_eps, offset=config.norm_offset)
 
 
-def rematerialised(block: Callable, config: QwenConfig) -> Callable:
-    """`block` under the configured trade of memory against recomputation in the backward pass."""
+def rematerialised(layer: Callable, config: QwenConfig) -> Callable:
+    """`layer` under the configured trade of memory against recomputation in the backward pass."""
     if config.remat == "none":
-        return block
+        return layer
     policies = jax.checkpoint_policies
     policy = policies.dots_with_no_batch_dims_saveable if config.remat == "dots" else policies.nothing_saveable
-    # Inside a scan nothing merges the recomputation with the first computation, so the barrier is only a cost.
-    return jax.checkpoint(block, policy=policy, prevent_cse=False)
+    # Inside a scan nothing merges the recomputation with the first computation, so that a barrier is not needed for
+    # that. But among the layers of a block it keeps one from being recomputed before the next one's gradient is there,
+    # that is, from being in memory together with it.
+    return jax.checkpoint(layer, policy=policy, prevent_cse=len(config.layer_pattern) > 1)
