@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from reterm_jax.policy.attention import self_attention
 from reterm_jax.policy.config import LINEAR, QwenConfig
@@ -15,6 +17,8 @@ from reterm_jax.policy.documents import Documents
 from reterm_jax.policy.layers import mlp, rms_norm
 from reterm_jax.policy.sharding import constrain_batch, constrain_residual
 from reterm_jax.policy.spec import Params
+
+_INPUT = "layer_input"
 
 
 def hidden_states(
@@ -49,13 +53,15 @@ def hidden_states(
         normed_BTD = constrain_batch(layer_norm(x_BTD, p["post_norm"], config))
         return x_BTD + constrain_residual(mlp(p["mlp"], normed_BTD))
 
-    layers = [rematerialised(functools.partial(layer, kind), config) for kind in config.layer_pattern]
-
     def block(x_BTD: jax.Array, block_params: Params) -> tuple[jax.Array, None]:
-        for position, apply in enumerate(layers):
-            x_BTD = apply(x_BTD, block_params[str(position)])
+        for kind, run in itertools.groupby(range(len(config.layer_pattern)), config.layer_pattern.__getitem__):
+            run_params = [block_params[str(position)] for position in run]
+            x_BTD = _apply_run(functools.partial(layer, kind), x_BTD, run_params, config)
         return x_BTD, None
 
+    if config.remat != "none":
+        # Without it the loops of `_apply_run` would keep the weights that they were given, a copy of all.
+        block = jax.checkpoint(block, policy=_kept(config), prevent_cse=False)
     x_BTD, _ = jax.lax.scan(block, x_BTD, params["layers"])
     return constrain_batch(layer_norm(x_BTD, params["final_norm"], config))
 
@@ -74,13 +80,27 @@ def layer_norm(x_BTD: jax.Array, weight_D: jax.Array, config: QwenConfig) -> jax
     return rms_norm(x_BTD, weight_D, eps=config.rms_norm_eps, offset=config.norm_offset)
 
 
-def rematerialised(layer: Callable, config: QwenConfig) -> Callable:
-    """`layer` under the configured trade of memory against recomputation in the backward pass."""
+def _apply_run(layer: Callable, x_BTD: jax.Array, run_params: list[Params], config: QwenConfig) -> jax.Array:
+    """Layers of one kind, one after another, under the configured trade of memory against recomputation.
+
+    Those that are recomputed in the backward pass run as a loop. Side by side in one program, all of them may be
+    recomputed before the gradient of the last is there, and are then in memory at one time; XLA's CPU backend, which
+    drops optimization barriers, does that.
+    """
     if config.remat == "none":
-        return layer
+        for p in run_params:
+            x_BTD = layer(x_BTD, p)
+        return x_BTD
+    # Inside a scan nothing merges the recomputation with the first computation, so the barrier is only a cost.
+    recomputed = jax.checkpoint(layer, policy=_kept(config), prevent_cse=False)
+    stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *run_params)
+    return jax.lax.scan(lambda x, p: (recomputed(checkpoint_name(x, _INPUT), p), None), x_BTD, stacked)[0]
+
+
+def _kept(config: QwenConfig) -> Callable:
+    """What stays in memory for the backward pass: the inputs of all layers and, with "dots", results of matmuls."""
     policies = jax.checkpoint_policies
-    policy = policies.dots_with_no_batch_dims_saveable if config.remat == "dots" else policies.nothing_saveable
-    # Inside a scan nothing merges the recomputation with the first computation, so that a barrier is not needed for
-    # that. But among the layers of a block it keeps one from being recomputed before the next one's gradient is there,
-    # that is, from being in memory together with it.
-    return jax.checkpoint(layer, policy=policy, prevent_cse=len(config.layer_pattern) > 1)
+    inputs = policies.save_only_these_names(_INPUT)
+    if config.remat == "dots":
+        return policies.save_from_both_policies(inputs, policies.dots_with_no_batch_dims_saveable)
+    return inputs
