@@ -27,7 +27,7 @@ class QwenConfig:
 
     Field names follow `config.json`. The `linear_*` fields are only used by `qwen3_5`. The last group is ours:
       compute_dtype: dtype of matmuls and activations ("float32" or "bfloat16"); master parameters stay float32.
-      remat: what a block keeps for its backward pass: "none" (everything), "dots" (matmul results), "full" (its input).
+      remat: what a layer keeps for its backward pass: "none" (everything), "dots" (matmul results), "full" (its input).
       chunk_size: tokens per DeltaNet chunk, a power of two.
       attention_block: queries attended at once in training; bounds the score matrix to [block, T].
     """

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from reterm_jax.policy.attention import self_attention
 from reterm_jax.policy.config import LINEAR, QwenConfig
 from reterm_jax.policy.delta_net import delta_net, initial_state
 from reterm_jax.policy.documents import Documents
 from reterm_jax.policy.layers import mlp, rms_norm
-from reterm_jax.policy.sharding import constrain_batch
+from reterm_jax.policy.sharding import constrain_batch, constrain_residual
 from reterm_jax.policy.spec import Params
+
+_INPUT = "layer_input"
 
 
 def hidden_states(
@@ -35,23 +40,30 @@ def hidden_states(
         continues, or its own. Segments of a row must then all differ. See `documents.Documents`.
     """
     documents = Documents.of(segments_BT, positions_BT, trunks_BT)
-    x_BTD = constrain_batch(embed(params, config, tokens_BT))
+    x_BTD = constrain_residual(embed(params, config, tokens_BT))
+
+    def layer(kind: str, x_BTD: jax.Array, p: Params) -> jax.Array:
+        # Gathered here, once, and with heads or MLP columns over `tensor` from here to the next sum of partial results.
+        normed_BTD = constrain_batch(layer_norm(x_BTD, p["input_norm"], config))
+        if kind == LINEAR:
+            mixed_BTD, _ = delta_net(p["mixer"], config, normed_BTD, documents, initial_state(config, x_BTD.shape[0]))
+        else:
+            mixed_BTD, _ = self_attention(p["mixer"], config, normed_BTD, documents)
+        x_BTD += constrain_residual(mixed_BTD)
+        normed_BTD = constrain_batch(layer_norm(x_BTD, p["post_norm"], config))
+        return x_BTD + constrain_residual(mlp(p["mlp"], normed_BTD))
 
     def block(x_BTD: jax.Array, block_params: Params) -> tuple[jax.Array, None]:
-        for position, kind in enumerate(config.layer_pattern):
-            p = block_params[str(position)]
-            normed_BTD = layer_norm(x_BTD, p["input_norm"], config)
-            if kind == LINEAR:
-                start = initial_state(config, x_BTD.shape[0])
-                mixed_BTD, _ = delta_net(p["mixer"], config, normed_BTD, documents, start)
-            else:
-                mixed_BTD, _ = self_attention(p["mixer"], config, normed_BTD, documents)
-            x_BTD = constrain_batch(x_BTD + mixed_BTD)
-            x_BTD = constrain_batch(x_BTD + mlp(p["mlp"], layer_norm(x_BTD, p["post_norm"], config)))
+        for kind, run in itertools.groupby(range(len(config.layer_pattern)), config.layer_pattern.__getitem__):
+            run_params = [block_params[str(position)] for position in run]
+            x_BTD = _apply_run(functools.partial(layer, kind), x_BTD, run_params, config)
         return x_BTD, None
 
-    x_BTD, _ = jax.lax.scan(rematerialised(block, config), x_BTD, params["layers"])
-    return layer_norm(x_BTD, params["final_norm"], config)
+    if config.remat != "none":
+        # Without it the loops of `_apply_run` would keep the weights that they were given, a copy of all.
+        block = jax.checkpoint(block, policy=_kept(config), prevent_cse=False)
+    x_BTD, _ = jax.lax.scan(block, x_BTD, params["layers"])
+    return constrain_batch(layer_norm(x_BTD, params["final_norm"], config))
 
 
 def head(params: Params, config: QwenConfig) -> jax.Array:
@@ -68,11 +80,27 @@ def layer_norm(x_BTD: jax.Array, weight_D: jax.Array, config: QwenConfig) -> jax
     return rms_norm(x_BTD, weight_D, eps=config.rms_norm_eps, offset=config.norm_offset)
 
 
-def rematerialised(block: Callable, config: QwenConfig) -> Callable:
-    """`block` under the configured trade of memory against recomputation in the backward pass."""
+def _apply_run(layer: Callable, x_BTD: jax.Array, run_params: list[Params], config: QwenConfig) -> jax.Array:
+    """Layers of one kind, one after another, under the configured trade of memory against recomputation.
+
+    Those that are recomputed in the backward pass run as a loop. Side by side in one program, all of them may be
+    recomputed before the gradient of the last is there, and are then in memory at one time; XLA's CPU backend, which
+    drops optimization barriers, does that.
+    """
     if config.remat == "none":
-        return block
-    policies = jax.checkpoint_policies
-    policy = policies.dots_with_no_batch_dims_saveable if config.remat == "dots" else policies.nothing_saveable
+        for p in run_params:
+            x_BTD = layer(x_BTD, p)
+        return x_BTD
     # Inside a scan nothing merges the recomputation with the first computation, so the barrier is only a cost.
-    return jax.checkpoint(block, policy=policy, prevent_cse=False)
+    recomputed = jax.checkpoint(layer, policy=_kept(config), prevent_cse=False)
+    stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *run_params)
+    return jax.lax.scan(lambda x, p: (recomputed(checkpoint_name(x, _INPUT), p), None), x_BTD, stacked)[0]
+
+
+def _kept(config: QwenConfig) -> Callable:
+    """What stays in memory for the backward pass: the inputs of all layers and, with "dots", results of matmuls."""
+    policies = jax.checkpoint_policies
+    inputs = policies.save_only_these_names(_INPUT)
+    if config.remat == "dots":
+        return policies.save_from_both_policies(inputs, policies.dots_with_no_batch_dims_saveable)
+    return inputs

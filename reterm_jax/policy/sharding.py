@@ -6,13 +6,14 @@ import math
 from collections.abc import Mapping
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from reterm_jax.policy.config import QwenConfig
 from reterm_jax.policy.spec import ArraySpec, Params, param_name, param_specs
 
 MESH_AXES = ("data", "fsdp", "tensor")
 BATCH_AXES = ("data", "fsdp")
+TIME_AXIS = "tensor"  # of the residual stream between layers
 
 Rules = Mapping[str, str | None]
 
@@ -68,15 +69,48 @@ def constrain_batch(x: jax.Array) -> jax.Array:
 
     Without it the partitioner may choose to follow a sharded weight and replicate the batch instead.
     """
+    mesh = _mesh_in_use(x.shape[0])
+    return x if mesh is None else jax.lax.with_sharding_constraint(x, PartitionSpec(BATCH_AXES))
+
+
+def constrain_residual(x_BTD: jax.Array) -> jax.Array:
+    """Pins what is added to the residual stream to the batch axes of the mesh in use, and its tokens to `tensor`.
+
+    Between two layers nothing needs all tokens of a row, and what a layer keeps for its backward pass is its input: cut
+    over `tensor`, it takes that many times less memory. Where T is not divisible by `tensor`, rows are whole.
+    """
+    mesh = _mesh_in_use(x_BTD.shape[0])
+    if mesh is None:
+        return x_BTD
+    time = TIME_AXIS if x_BTD.shape[1] % mesh.shape[TIME_AXIS] == 0 else None
+    # Whole rows first, for the gradient: it is gathered here, and not the weights of the matmul that made x.
+    return jax.lax.with_sharding_constraint(constrain_batch(x_BTD), PartitionSpec(BATCH_AXES, time))
+
+
+def gather_head(head_VD: jax.Array, hidden_BTD: jax.Array) -> jax.Array:
+    """The output matrix with all of D on every device and V over `tensor`, gathered once `hidden_BTD` is there.
+
+    Its users loop over slices of a row, and would each gather it anew. The barrier ties the gather to the micro-batch:
+    XLA would move it out of the loop over micro-batches, and the gathered matrix would exist for the whole update.
+    """
+    mesh = _mesh_in_use(hidden_BTD.shape[0])
+    if mesh is None:
+        return head_VD
+    head_VD, _ = jax.lax.optimization_barrier((head_VD, hidden_BTD))
+    return jax.lax.with_sharding_constraint(head_VD, PartitionSpec(DEFAULT_RULES["vocab"]))
+
+
+def _mesh_in_use(rows: int) -> AbstractMesh | None:
+    """The mesh of `jax.set_mesh`, if it is one of ours; raises ShardingError where it cannot divide the rows."""
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or any(axis not in mesh.axis_names for axis in BATCH_AXES):
-        return x
+    if mesh.empty or any(axis not in mesh.axis_names for axis in MESH_AXES):
+        return None
     ways = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
-    if x.shape[0] % ways:
+    if rows % ways:
         raise ShardingError(
-            f"batch of {x.shape[0]} rows is not divisible by data * fsdp = {ways}; pad the batch or shrink the mesh"
+            f"batch of {rows} rows is not divisible by data * fsdp = {ways}; pad the batch or shrink the mesh"
         )
-    return jax.lax.with_sharding_constraint(x, PartitionSpec(BATCH_AXES))
+    return mesh
 
 
 def _partition(name: str, spec: ArraySpec, mesh: Mesh, rules: Rules) -> PartitionSpec:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,21 +49,31 @@ class Model:
             return init(self.config, jax.random.key(seed))
 
 
+def policy_config(source: Mapping[str, Any] | Path, compute: ConfigDict) -> QwenConfig:
+    """The architecture of a Hugging Face `config.json` (or its dict) with the numerics that `config.model` asks for.
+
+    `compute.remat` is a value of `QwenConfig.remat`, or "auto": nothing is recomputed in float32, which is for small
+    models, and everything in bfloat16.
+    """
+    automatic = "none" if compute.dtype == "float32" else "full"
+    return QwenConfig.from_hf(
+        source,
+        compute_dtype=compute.dtype,
+        remat=automatic if compute.remat == "auto" else compute.remat,
+        chunk_size=compute.chunk_size,
+        attention_block=compute.attention_block,
+    )
+
+
 def load_model(directory: Path, compute: ConfigDict, mesh_sizes: ConfigDict) -> Model:
     """Reads config and tokenizer of a Hugging Face directory and lays the parameters out on a mesh.
 
     Args:
-      compute: `config.model`: compute dtype, and the block sizes of the layers.
+      compute: `config.model`, see `policy_config`.
     """
     from transformers import AutoTokenizer
 
-    config = QwenConfig.from_hf(
-        directory,
-        compute_dtype=compute.dtype,
-        remat="none" if compute.dtype == "float32" else "full",
-        chunk_size=compute.chunk_size,
-        attention_block=compute.attention_block,
-    )
+    config = policy_config(directory, compute)
     tokenizer = AutoTokenizer.from_pretrained(directory)
     mesh = make_mesh(**mesh_sizes)
     return Model(directory, config, tokenizer, ChatFormat(tokenizer), mesh, param_shardings(config, mesh))

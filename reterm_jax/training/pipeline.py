@@ -100,9 +100,9 @@ class _Stages:
         examples = demonstrations.renamed(examples, self.model.chat, copies=config.sft.renamings, seed=config.seed)
         sft_params = self._supervised("sft", self.settings.sft, examples, base_params)
 
-        rl_params = await self._reinforce(sampler, sft_params)
-
-        policies = {"base": (base_params, -1), "SFT": (sft_params, 0), self.rl_name: (rl_params, config.rl.steps)}
+        policies = {"base": (base_params, -1), "SFT": (sft_params, 0)}
+        if config.rl.steps:
+            policies[self.rl_name] = await self._reinforce(sampler, sft_params), config.rl.steps
         await judging.evaluate(config, self.work, self._roller(sampler), sampler, self.test_tasks, policies)
 
     async def _scripted_attempts(self) -> list[Example]:

@@ -28,7 +28,8 @@ from reterm_jax.training.steps import TrainStep
 class RLConfig:
     """
     Attributes:
-        steps: rollouts, each followed by `epochs` passes over its attempts, cut into `updates` optimizer updates each.
+        steps: rollouts, each followed by `epochs` passes over its attempts, cut into `updates` optimizer updates each;
+            with 0 the run ends after SFT.
         tasks, attempts: root groups a step, and attempts in each (G).
         states, forks: failure states chosen a step, and recoveries from each (K); states = 0 is plain GRPO.
         recovery_weight: factor on the loss of recovery tokens.
@@ -53,10 +54,10 @@ class RLConfig:
     seed: int
 
     def __post_init__(self) -> None:
-        for field in ("steps", "tasks", "attempts", "epochs", "updates", "row_length", "save_every"):
+        for field in ("tasks", "attempts", "epochs", "updates", "row_length", "save_every"):
             if getattr(self, field) < 1:
                 raise ValueError(f"{field} must be at least 1, got {getattr(self, field)}")
-        for field in ("states", "forks", "recovery_weight"):
+        for field in ("steps", "states", "forks", "recovery_weight"):
             if getattr(self, field) < 0:
                 raise ValueError(f"{field} must not be negative, got {getattr(self, field)}")
         if self.states and not self.forks:

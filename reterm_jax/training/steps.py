@@ -23,15 +23,48 @@ from reterm_jax.losses.policy_gradient import load_objective, sampler_metrics
 from reterm_jax.losses.token_logprobs import token_logprobs
 from reterm_jax.policy import forward
 from reterm_jax.policy.config import QwenConfig
-from reterm_jax.policy.sharding import BATCH_AXES
+from reterm_jax.policy.sharding import BATCH_AXES, gather_head
 from reterm_jax.policy.spec import abstract_params
 from reterm_jax.tokens.packing import Batch
 from reterm_jax.training.state import TrainState, state_shardings
 
 Metrics = dict[str, jax.Array]
-TrainStep = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
 # (logprobs [R,T], micro-batch arrays [R,T]) -> (loss [R,T], metrics [R,T] each)
 TokenLoss = Callable[[jax.Array, Mapping[str, jax.Array]], tuple[jax.Array, Metrics]]
+
+
+@dataclass(frozen=True)
+class TrainStep:
+    """One update, `step(state, batch) -> (state, metrics)`; it donates the state that it is given.
+
+    Attributes:
+        jitted: (state, micro-batches [M,R,T] by name, number of micro-batches in use) -> (state, metrics).
+        micro_rows: R.
+    """
+
+    jitted: Callable[..., tuple[TrainState, Metrics]]
+    mesh: Mesh
+    micro_rows: int
+
+    def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        arrays, used = _micro_batches(batch, self.micro_rows)
+        with jax.set_mesh(self.mesh):
+            return self.jitted(state, arrays, used)
+
+    def lower(self, state: TrainState, *, rows: int, length: int, forked: bool = False) -> jax.stages.Lowered:
+        """The program of an update, before compilation; nothing is allocated.
+
+        Args:
+            state: of `jax.ShapeDtypeStruct`, see `state.abstract_state`.
+            rows, length: of the batch, all of whose rows have loss tokens; with `forked` it has trunks.
+        """
+        dtypes = {name: x.dtype for name, x in Batch.empty(0, 0).arrays().items()}
+        if forked:
+            dtypes["trunks"] = dtypes["segments"]
+        shape = (_slots(-(-rows // self.micro_rows)), self.micro_rows, length)
+        arrays = {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in dtypes.items()}
+        with jax.set_mesh(self.mesh):
+            return self.jitted.lower(state, arrays, jax.ShapeDtypeStruct((), jnp.int32))
 
 
 @dataclass(frozen=True)
@@ -132,7 +165,7 @@ def _make_step(
     temperature: float,
     quantiles: bool = False,
 ) -> TrainStep:
-    """The step around a per-token loss. It donates the state that it is given.
+    """The step around a per-token loss.
 
     Its metrics are scalars on the device: `train/loss`, `train/grad_norm` (before clipping), `train/entropy`,
     `train/loss_tokens`, `train/skipped`, and the means (or largest values, for names in `_max`) over the loss tokens
@@ -164,7 +197,8 @@ def _make_step(
             micro = {k: x[index] for k, x in batch.items()}
             new_grads, (sums, logprobs_RT) = differentiate(state.params, micro, denominator)
             totals = {k: jnp.maximum(totals[k], x) if k.endswith("_max") else totals[k] + x for k, x in sums.items()}
-            return jax.tree.map(jnp.add, grads, new_grads), totals, logprobs_MRT.at[index].set(logprobs_RT)
+            grads = jax.lax.with_sharding_constraint(jax.tree.map(jnp.add, grads, new_grads), param_shardings)
+            return grads, totals, logprobs_MRT.at[index].set(logprobs_RT)
 
         first = {k: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for k, x in batch.items()}
         shapes = jax.eval_shape(differentiate, state.params, first, denominator)[1][0]
@@ -193,26 +227,21 @@ def _make_step(
 
     shardings = state_shardings(abstract_params(policy), optimizer, mesh, param_shardings)
     replicated = NamedSharding(mesh, PartitionSpec())
-    compiled = jax.jit(
+    jitted = jax.jit(
         update,
         in_shardings=(shardings, NamedSharding(mesh, PartitionSpec(None, BATCH_AXES)), replicated),
         out_shardings=(shardings, replicated),
         donate_argnums=0,
     )
 
-    def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        arrays, used = _micro_batches(batch, config.micro_rows)
-        with jax.set_mesh(mesh):
-            return compiled(state, arrays, used)
-
-    return step
+    return TrainStep(jitted, mesh, config.micro_rows)
 
 
 def _logprobs(params, policy, micro, temperature, chunk):
     hidden_BTD = forward.hidden_states(
         params, policy, micro["tokens"], micro["segments"], micro["positions"], micro.get("trunks")
     )
-    head_VD = forward.head(params, policy)
+    head_VD = gather_head(forward.head(params, policy), hidden_BTD)
     return token_logprobs(hidden_BTD, head_VD, micro["targets"], temperature=temperature, chunk=chunk)
 
 
@@ -229,9 +258,14 @@ def _micro_batches(batch: Batch, micro_rows: int) -> tuple[dict[str, np.ndarray]
     """[M, micro_rows, T] arrays with M a power of two, and how many of the micro-batches have loss tokens."""
     trained = np.flatnonzero(batch.loss_mask.any(axis=1))
     used = -(-len(trained) // micro_rows)
-    slots = 1 << max(0, used - 1).bit_length()
+    slots = _slots(used)
     padded = batch.take(trained, count=slots * micro_rows)
     return {k: v.reshape(slots, micro_rows, -1) for k, v in padded.arrays().items()}, np.int32(used)
+
+
+def _slots(used: int) -> int:
+    """The power of two that the array of micro-batches is padded to."""
+    return 1 << max(0, used - 1).bit_length()
 
 
 def _check_micro_rows(micro_rows: int, mesh: Mesh) -> None:
