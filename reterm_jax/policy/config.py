@@ -29,7 +29,7 @@ class QwenConfig:
       compute_dtype: dtype of matmuls and activations ("float32" or "bfloat16"); master parameters stay float32.
       remat: what a layer keeps for its backward pass: "none" (everything), "dots" (matmul results), "full" (its input).
       chunk_size: tokens per DeltaNet chunk, a power of two.
-      attention_block: queries attended at once in training; bounds the score matrix to [block, T].
+      attention_block: queries and keys that meet at once in training; bounds the scores to [block, block] a head.
     """
 
     family: str
