@@ -147,7 +147,7 @@ def test_another_config_is_refused_and_nothing_overwritten(killed_and_resumed, o
 @pytest.mark.parametrize(
     ("field", "value", "said"),
     [
-        ("rl__steps", 0, "config.rl: steps must be at least 1, got 0"),
+        ("rl__steps", -1, "config.rl: steps must not be negative, got -1"),
         ("rl__row_length", 256, "config.rl: row_length is 256, but an attempt may have agent.max_tokens = 512"),
         ("base__row_length", 256, "config.base: row_length is 256, but"),
         ("rl__aggregation", "mean", "config.rl: aggregation 'mean' is unknown"),
