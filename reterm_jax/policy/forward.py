@@ -15,7 +15,7 @@ from reterm_jax.policy.config import LINEAR, QwenConfig
 from reterm_jax.policy.delta_net import delta_net, initial_state
 from reterm_jax.policy.documents import Documents
 from reterm_jax.policy.layers import mlp, rms_norm
-from reterm_jax.policy.sharding import constrain_batch, constrain_residual
+from reterm_jax.policy.sharding import constrain_batch, constrain_residual, gather_vocab
 from reterm_jax.policy.spec import Params
 
 _INPUT = "layer_input"
@@ -40,7 +40,8 @@ def hidden_states(
         continues, or its own. Segments of a row must then all differ. See `documents.Documents`.
     """
     documents = Documents.of(segments_BT, positions_BT, trunks_BT)
-    x_BTD = constrain_residual(embed(params, config, tokens_BT))
+    table_VD, tokens_BT = gather_vocab(params["embed"], tokens_BT)
+    x_BTD = constrain_residual(embed({"embed": table_VD}, config, tokens_BT))
 
     def layer(kind: str, x_BTD: jax.Array, p: Params) -> jax.Array:
         # Gathered here, once, and with heads or MLP columns over `tensor` from here to the next sum of partial results.

@@ -87,17 +87,18 @@ def constrain_residual(x_BTD: jax.Array) -> jax.Array:
     return jax.lax.with_sharding_constraint(constrain_batch(x_BTD), PartitionSpec(BATCH_AXES, time))
 
 
-def gather_head(head_VD: jax.Array, hidden_BTD: jax.Array) -> jax.Array:
-    """The output matrix with all of D on every device and V over `tensor`, gathered once `hidden_BTD` is there.
+def gather_vocab(table_VD: jax.Array, used_with: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(matrix, what it is used with): an embedding or output matrix with all of D on every device and V over `tensor`.
 
-    Its users loop over slices of a row, and would each gather it anew. The barrier ties the gather to the micro-batch:
-    XLA would move it out of the loop over micro-batches, and the gathered matrix would exist for the whole update.
+    Without it a lookup is made for the rows of all devices, each with its part of D, and users that loop over slices of
+    a row gather the matrix in each. The barrier ties the gather to the micro-batch of `used_with` (leading axis: rows):
+    XLA would move it out of the loop over micro-batches, and hold the gathered matrix for the whole update.
     """
-    mesh = _mesh_in_use(hidden_BTD.shape[0])
+    mesh = _mesh_in_use(used_with.shape[0])
     if mesh is None:
-        return head_VD
-    head_VD, _ = jax.lax.optimization_barrier((head_VD, hidden_BTD))
-    return jax.lax.with_sharding_constraint(head_VD, PartitionSpec(DEFAULT_RULES["vocab"]))
+        return table_VD, used_with
+    table_VD, used_with = jax.lax.optimization_barrier((table_VD, used_with))
+    return jax.lax.with_sharding_constraint(table_VD, PartitionSpec(DEFAULT_RULES["vocab"])), used_with
 
 
 def _mesh_in_use(rows: int) -> AbstractMesh | None:

@@ -23,7 +23,7 @@ from reterm_jax.losses.policy_gradient import load_objective, sampler_metrics
 from reterm_jax.losses.token_logprobs import token_logprobs
 from reterm_jax.policy import forward
 from reterm_jax.policy.config import QwenConfig
-from reterm_jax.policy.sharding import BATCH_AXES, gather_head
+from reterm_jax.policy.sharding import BATCH_AXES, gather_vocab
 from reterm_jax.policy.spec import abstract_params
 from reterm_jax.tokens.packing import Batch
 from reterm_jax.training.state import TrainState, state_shardings
@@ -241,7 +241,7 @@ def _logprobs(params, policy, micro, temperature, chunk):
     hidden_BTD = forward.hidden_states(
         params, policy, micro["tokens"], micro["segments"], micro["positions"], micro.get("trunks")
     )
-    head_VD = gather_head(forward.head(params, policy), hidden_BTD)
+    head_VD, hidden_BTD = gather_vocab(forward.head(params, policy), hidden_BTD)
     return token_logprobs(hidden_BTD, head_VD, micro["targets"], temperature=temperature, chunk=chunk)
 
 

@@ -66,8 +66,13 @@ def test_later_tokens_do_not_reach_earlier_ones(config, key):
     assert np.abs(a[25:] - b[25:]).max(axis=1).min() > 1e-5
 
 
-def test_remat_and_block_size_change_nothing(key):
-    config = tiny_config("qwen3")
+# A block with layers of one kind in a row, which run as a loop where they are recomputed.
+HYBRID = {"num_hidden_layers": 6, "layer_types": ("linear_attention", "linear_attention", "full_attention") * 2}
+
+
+@pytest.mark.parametrize(("family", "layers"), [("qwen3", {}), ("qwen3_5", HYBRID)])
+def test_remat_and_block_size_change_nothing(key, family, layers):
+    config = tiny_config(family, **layers)
     params = init(config, key)
     tokens, segments, positions = pack((30, 40), 80)
 
@@ -82,6 +87,25 @@ def test_remat_and_block_size_change_nothing(key):
         got = gradients(config.replace(remat=remat, attention_block=7))
         for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
             np.testing.assert_allclose(a, b, atol=2e-4 * (1 + np.abs(b).max()))
+
+
+def test_remat_keeps_less():
+    config = tiny_config("qwen3_5", **HYBRID)
+    tokens, segments, positions = pack((30, 40), 80)
+    params = jax.eval_shape(lambda: init(config, jax.random.key(0)))
+
+    def kept(remat):
+        """Numbers that the backward pass finds in memory, the weights of the layers aside."""
+
+        def backward(params):
+            return jax.vjp(lambda p: hidden_states(p, config.replace(remat=remat), tokens, segments, positions), params)
+
+        leaves = jax.tree.leaves(jax.eval_shape(backward, params)[1])
+        return sum(x.size for x in leaves) - sum(x.size for x in jax.tree.leaves(params["layers"]))
+
+    inputs = config.num_hidden_layers * tokens.size * config.hidden_size
+    none, dots, full = map(kept, ("none", "dots", "full"))
+    assert inputs <= full < 1.5 * inputs < 2 * full < dots < none
 
 
 def test_compute_dtype(config, key):

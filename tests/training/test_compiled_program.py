@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-BLOCKS, D, F, V, T, ROWS = 6, 80, 112, 264, 128, 8
+BLOCKS, RUN, D, F, V, T, ROWS = 6, 3, 80, 112, 264, 128, 8
 KEY_HEADS, VALUE_HEADS, VALUE_SIZE, WIDTH = 4, 8, 20, 5
 CHUNK = 16  # tokens whose logits may exist at one time
 MESHES = ((1, 2, 4), (2, 2, 2), (1, 8, 1))
@@ -31,7 +31,8 @@ from reterm_jax.training.state import abstract_state
 from reterm_jax.training.steps import StepConfig, make_rl_step
 
 config = QwenConfig(
-    "qwen3_5", {V}, {D}, {F}, {2 * BLOCKS}, 8, 4, 16, ("linear_attention", "full_attention") * {BLOCKS},
+    "qwen3_5", {V}, {D}, {F}, {(RUN + 1) * BLOCKS}, 8, 4, 16,
+    (("linear_attention",) * {RUN} + ("full_attention",)) * {BLOCKS},
     partial_rotary_factor=0.25, compute_dtype="float32", remat="full", chunk_size=16, attention_block={T},
     linear_num_key_heads={KEY_HEADS}, linear_num_value_heads={VALUE_HEADS}, linear_key_head_dim=12,
     linear_value_head_dim={VALUE_SIZE}, linear_conv_kernel_dim={WIDTH},
@@ -134,7 +135,7 @@ def test_no_logits_of_a_batch(program):
 
 def test_weights_are_gathered_for_one_layer_at_a_time(program):
     layer = {ordered(D, F // program.tensor), ordered(D, VALUE_HEADS // program.tensor, VALUE_SIZE)}
-    stacked = {ordered(BLOCKS, *dims) for dims in layer} | {ordered(BLOCKS, D, F)}
+    stacked = {ordered(n, *dims) for n in (RUN, BLOCKS) for dims in layer} | {ordered(BLOCKS, D, F)}
     assert not stacked & set(map(sort, program.arrays()))
     gathers = {
         (name, sort(dims))
@@ -172,8 +173,14 @@ def test_heads_and_convolution_of_delta_net_are_cut_over_tensor(program):
     assert all(math.prod(dims) <= BLOCKS * heads * VALUE_SIZE * WIDTH for dims in weights)
 
 
+def test_no_device_has_the_rows_of_others(program):
+    rows_and_features = {ordered(ROWS, T, d) for d in (D, D // program.fsdp, F, F // program.tensor)}
+    assert not rows_and_features & set(map(sort, program.arrays()))
+
+
 def test_what_layers_keep_is_cut_over_rows_and_tokens(program):
     carried = {sort(dims) for outer, _, carried in program.loops() if not outer for dims in carried}
     # Of rows without a dimension of time there is nothing to see: weights are what has BLOCKS and D alone.
     kept = {dims for dims in carried if {BLOCKS, D, T // program.tensor} <= set(dims) or {BLOCKS, D, T} <= set(dims)}
-    assert kept == {ordered(BLOCKS, program.rows, T // program.tensor, D)}
+    input_of_a_layer = program.rows, T // program.tensor, D
+    assert kept == {ordered(BLOCKS, *input_of_a_layer), ordered(BLOCKS, RUN, *input_of_a_layer)}
