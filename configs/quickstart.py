@@ -2,8 +2,8 @@
 
 Command:   bash launch/quickstart.sh
 Hardware:  2 CPU cores, 8 GB, no GPU, no Docker (bubblewrap sandboxes).
-Result:    in about 20 minutes a table of Pass@1 and recovery rate for base, SFT and ReTerm-GRPO, and `report.html`. Over three seeds
-           ReTerm-GRPO is above SFT by 0.35 in Pass@1 and 0.31 in recovery rate; see the README.
+Result:    in about 20 minutes a table of Pass@1 and recovery rate for base, SFT and ReTerm-GRPO, and `report.html`.
+           Over three seeds ReTerm-GRPO is above SFT by 0.35 in Pass@1 and 0.31 in recovery rate; see the README.
 
 There are no pretrained weights to download, so the quickstart makes its own base model: a Qwen3.5 hybrid of
 0.6 million parameters, warmed up on scripted attempts (most of which fail). Everything after that is the method: SFT on
