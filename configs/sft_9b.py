@@ -8,9 +8,12 @@ Result:    not run; memory plan only, see benchmarks/results/memory_plan.md.
 Mesh, micro-batch and remat policy are what `benchmarks/memory_plan.py` says fits: a row of 65,536 tokens on four
 devices, which share its heads, MLP columns and vocabulary, and the parameters over all eight.
 
-Sources. The paper (arXiv 2610.18484) publishes 65,536 tokens and 64 turns; no learning rate, schedule, batch or
-weight decay. Those are Tmax's, the strongest open recipe before it: learning rate 2e-5 linear, warm-up 0.03, 2 epochs,
-batch 128, clipping at 1, 120 s a command, 16,384 tokens a turn, output of 10,000 characters.
+Sources. Of the method, 64 turns are published (as the cap of ReTerm-10K); the paper (arXiv 2610.18484) gives no token
+limit, learning rate, schedule, batch or weight decay. Those are Tmax's, the strongest open recipe before it: 65,536
+tokens, learning rate 2e-5 linear, warm-up 0.03, 2 epochs, batch 128, clipping at 1, 120 s a command, 16,384 tokens a
+turn, output of 10,000 characters.
+
+The demonstrations are those that the run collects itself, on the generated task families.
 """
 
 import importlib.util
