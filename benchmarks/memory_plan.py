@@ -2,7 +2,6 @@
 
     python benchmarks/memory_plan.py --config=configs/sft_9b.py --device=h100
     python benchmarks/memory_plan.py --config=configs/sft_9b.py --stage=sft --model=27B --mesh=1,16,4 --device=v5p
-    python benchmarks/memory_plan.py --config=configs/sft_9b.py --mesh=1,16,4 --device=v5p --topology=v5p:4x4x4
 
 The real step of each stage is compiled for abstract arrays on as many simulated CPU devices as the mesh has, and the
 compiler says what it would allocate on one of them. Columns, in 10^9 bytes per device:
@@ -17,9 +16,8 @@ compiler says what it would allocate on one of them. Columns, in 10^9 bytes per 
 
 What it is not. The CPU's compiler has no bfloat16 arithmetic and keeps many bfloat16 temporaries in float32, so that
 activations and temporaries come out too large for GPUs and TPUs, up to twice; it neither fuses nor orders operations
-as theirs do, which may go either way. State and gradients are exact. With --topology the real compiler of TPUs is used
-instead, for devices that need not be there: `pip install libtpu` beside JAX, or TPU_LIBRARY_PATH. Nothing but the
-update is counted: an in-process sampler on the same devices needs its caches besides.
+as theirs do, which may go either way. State and gradients are exact. Nothing but the update is counted: an in-process
+sampler on the same devices needs its caches besides.
 """
 
 from __future__ import annotations
@@ -27,7 +25,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import re
 import sys
 from pathlib import Path
@@ -36,7 +33,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from absl import app, flags
-from jax.experimental import topologies
 from jax.sharding import Mesh
 from ml_collections import ConfigDict, config_flags
 
@@ -97,7 +93,6 @@ _MODEL = flags.DEFINE_enum("model", "9B", list(MODELS), "Sizes, where config.mod
 _MESH = flags.DEFINE_multi_string("mesh", [], "data,fsdp,tensor; default: config.mesh.")
 _DEVICE = flags.DEFINE_enum("device", "h100", list(DEVICES), "Whose memory must hold it.")
 _RESERVE = flags.DEFINE_float("reserve", 0.1, "Fraction of the memory that is left free.", 0.0, 0.9)
-_TOPOLOGY = flags.DEFINE_string("topology", "", "Compile for these TPUs, such as v5p:4x4x4, with libtpu.")
 _DUMP = flags.DEFINE_string("dump", "", "Write the compiled program of the last line of the table to this file.")
 flags.mark_flag_as_required("config")
 
@@ -117,14 +112,14 @@ class Plan:
 def main(_: list[str]) -> None:
     config = _CONFIG.value
     meshes = [tuple(map(int, mesh.split(","))) for mesh in _MESH.value] or [tuple(config.mesh.values())]
-    devices = _devices(max(map(math.prod, meshes)))
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", max(map(math.prod, meshes)))
     policy = policy_config(config.model.path or MODELS[_MODEL.value], config.model)
     memory = DEVICES[_DEVICE.value]
     budget = memory * (1 - _RESERVE.value)
     size = sum(math.prod(spec.shape) for spec in jax.tree.leaves(param_specs(policy)))
     print(
-        f"{size / 1e9:.2f} billion parameters, remat {policy.remat}, "
-        f"compiled for {_TOPOLOGY.value or 'simulated CPUs'}; "
+        f"{size / 1e9:.2f} billion parameters, remat {policy.remat}; "
         f"GB per device; {_DEVICE.value}: {memory} GB, {_RESERVE.value:.0%} stay free"
     )
     names = [field.name for field in dataclasses.fields(Plan)]
@@ -134,14 +129,7 @@ def main(_: list[str]) -> None:
         for stage in _STAGE.value:
             update = _update(config, stage, sizes)
             row = f"{stage:6}{'×'.join(map(str, sizes)):>9}{update.step.micro_rows:6}{update.loop.row_length:8}"
-            try:
-                plan = _plan(policy, stage, update, make_mesh(*sizes, devices=devices))
-            except jax.errors.JaxRuntimeError as error:  # TPUs' compiler refuses what does not fit
-                if "RESOURCE_EXHAUSTED" not in str(error):
-                    raise
-                print(f"{row}  does not fit: {_used(str(error))}", flush=True)
-                worst = math.inf
-                continue
+            plan = _plan(policy, stage, update, make_mesh(*sizes))
             values = [getattr(plan, name) / 1e9 for name in names]
             worst = max(worst, plan.total / 1e9 / budget)
             verdict = "fits" if plan.total / 1e9 <= budget else "does not fit"
@@ -149,16 +137,6 @@ def main(_: list[str]) -> None:
     result = {"name": "memory_plan", "value": round(worst, 3), "unit": "of the budget", "bar": 1.0, "ok": worst <= 1}
     print(json.dumps(result))
     sys.exit(0 if result["ok"] else 1)
-
-
-def _devices(count: int) -> list[jax.Device]:
-    """Devices to compile for; none of them is ever computed on."""
-    jax.config.update("jax_platforms", "cpu")
-    if _TOPOLOGY.value:
-        os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # there is no cloud machine to ask
-        return list(topologies.get_topology_desc(platform="tpu", topology_name=_TOPOLOGY.value).devices)
-    jax.config.update("jax_num_cpu_devices", count)
-    return jax.devices()
 
 
 def _update(config: ConfigDict, stage: str, mesh: tuple[int, ...]) -> Supervised | Reinforcement:
@@ -181,7 +159,7 @@ def _plan(policy: QwenConfig, stage: str, update: Supervised | Reinforcement, me
     forked = stage == "rl" and update.loop.forked
     # More micro-batches only lengthen the batch, which is small: a megabyte or two a row.
     lowered = step.lower(state, rows=8 * update.step.micro_rows, length=update.loop.row_length, forked=forked)
-    compiled = lowered.compile(None if _TOPOLOGY.value else _CPU_OPTIONS)
+    compiled = lowered.compile(_CPU_OPTIONS)
     program = compiled.as_text()
     if _DUMP.value:
         Path(_DUMP.value).write_text(program, encoding="utf-8")
@@ -221,12 +199,6 @@ def _kept_for_backward(program: str, policy: QwenConfig, params: Any) -> int:
             kept = [x for x in arrays if x[1][0] == policy.num_blocks and x[1] not in stacked]
             largest = max(largest, sum(math.prod(dims) * jnp.dtype(_DTYPES[kind]).itemsize for kind, dims in kept))
     return largest
-
-
-def _used(message: str) -> str:
-    """What the compiler says of memory, from its long error."""
-    found = re.search(r"Used [^.]*\.\S+ of \S+ \w+", message)
-    return found[0] if found else message.splitlines()[0]
 
 
 if __name__ == "__main__":
