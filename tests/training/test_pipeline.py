@@ -169,6 +169,15 @@ def test_a_value_out_of_range_is_named_before_anything_runs(tmp_path, field, val
     assert not (tmp_path / "run").exists()
 
 
+def test_without_steps_of_rl_a_run_ends_with_sft(tmp_path):
+    if shutil.which("bwrap") is None:
+        pytest.skip("bubblewrap is not installed")
+    done = run(tmp_path / "run", rl__steps=0, eval__attempts=1)
+    assert done.returncode == 0, done.stdout
+    assert "SFT - base" in done.stdout and "GRPO" not in done.stdout
+    assert (tmp_path / "run" / "report.html").exists() and not (tmp_path / "run" / "rl").exists()
+
+
 def test_sft_and_rl_share_no_task():
     tasks = [f"task{i}" for i in range(20)]
     sft, rl = split_train(tasks, 0.3, seed=0)
