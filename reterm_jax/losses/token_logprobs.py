@@ -60,13 +60,13 @@ def _forward(hidden_BTD, head_VD, targets_BT, temperature, steps):
     head32_VD = head_VD.astype(jnp.float32)
 
     def score(carry, inputs):
-        hidden_BCD, targets_BC = inputs
-        logits_BCV = _logits(hidden_BCD, head32_VD, temperature)
-        norm_BC = jax.nn.logsumexp(logits_BCV, axis=-1)
+        hidden_ND, targets_N = map(_tokens, inputs)
+        logits_NV = _logits(hidden_ND, head32_VD, temperature)
+        norm_N = jax.nn.logsumexp(logits_NV, axis=-1)
         # A masked sum instead of a gather: it stays local when the vocabulary is sharded.
-        chosen_BC = jnp.sum(jnp.where(_is_target(logits_BCV, targets_BC), logits_BCV, 0.0), axis=-1)
-        mean_BC = jnp.sum(jnp.exp(logits_BCV - norm_BC[..., None]) * logits_BCV, axis=-1)
-        return carry, (chosen_BC - norm_BC, norm_BC - mean_BC, norm_BC)
+        chosen_N = jnp.sum(jnp.where(_is_target(logits_NV, targets_N), logits_NV, 0.0), axis=-1)
+        mean_N = jnp.sum(jnp.exp(logits_NV - norm_N[:, None]) * logits_NV, axis=-1)
+        return carry, tuple(x_N.reshape(inputs[1].shape) for x_N in (chosen_N - norm_N, norm_N - mean_N, norm_N))
 
     _, (logprobs, entropy, norm) = lax.scan(score, None, (_split(hidden_BTD, steps), _split(targets_BT, steps)))
     time = targets_BT.shape[1]
@@ -80,16 +80,15 @@ def _backward(temperature, steps, residuals, cotangents):
     inputs = tuple(_split(x, steps) for x in (hidden_BTD, targets_BT, norm_BT, entropy_BT, *cotangents))
 
     def differentiate(head_grad_VD, inputs):
-        hidden_BCD, targets_BC, norm_BC, entropy_BC, dlogprob_BC, dentropy_BC = inputs
-        logp_BCV = _logits(hidden_BCD, head32_VD, temperature) - norm_BC[..., None]
-        probs_BCV = jnp.exp(logp_BCV)
+        hidden_ND, targets_N, norm_N, entropy_N, dlogprob_N, dentropy_N = map(_tokens, inputs)
+        logp_NV = _logits(hidden_ND, head32_VD, temperature) - norm_N[:, None]
         # d logprob / d logit = onehot - p ; d entropy / d logit = -p (log p + entropy)
-        chosen_BCV = jnp.where(_is_target(logp_BCV, targets_BC), dlogprob_BC[..., None], 0.0)
-        slope_BCV = dlogprob_BC[..., None] + dentropy_BC[..., None] * (logp_BCV + entropy_BC[..., None])
-        dlogits_BCV = (chosen_BCV - probs_BCV * slope_BCV) / temperature
-        dhidden_BCD = jnp.einsum("bcv,vd->bcd", dlogits_BCV, head32_VD, precision=_PRECISION)
-        head_grad_VD += jnp.einsum("bcv,bcd->vd", dlogits_BCV, hidden_BCD.astype(jnp.float32), precision=_PRECISION)
-        return head_grad_VD, dhidden_BCD.astype(hidden_BTD.dtype)
+        chosen_NV = jnp.where(_is_target(logp_NV, targets_N), dlogprob_N[:, None], 0.0)
+        slope_NV = dlogprob_N[:, None] + dentropy_N[:, None] * (logp_NV + entropy_N[:, None])
+        dlogits_NV = (chosen_NV - jnp.exp(logp_NV) * slope_NV) / temperature
+        dhidden_ND = jnp.einsum("nv,vd->nd", dlogits_NV, head32_VD, precision=_PRECISION)
+        head_grad_VD += jnp.einsum("nv,nd->vd", dlogits_NV, hidden_ND.astype(jnp.float32), precision=_PRECISION)
+        return head_grad_VD, dhidden_ND.astype(hidden_BTD.dtype).reshape(inputs[0].shape)
 
     head_grad_VD, dhidden = lax.scan(differentiate, jnp.zeros(head_VD.shape, jnp.float32), inputs)
     return _join(dhidden, targets_BT.shape[1]), head_grad_VD.astype(head_VD.dtype), None
@@ -98,12 +97,17 @@ def _backward(temperature, steps, residuals, cotangents):
 _token_logprobs.defvjp(_forward, _backward)
 
 
-def _logits(hidden_BCD, head32_VD, temperature):
-    return jnp.einsum("bcd,vd->bcv", hidden_BCD.astype(jnp.float32), head32_VD, precision=_PRECISION) / temperature
+def _logits(hidden_ND, head32_VD, temperature):
+    return jnp.einsum("nd,vd->nv", hidden_ND.astype(jnp.float32), head32_VD, precision=_PRECISION) / temperature
 
 
-def _is_target(logits_BCV, targets_BC):
-    return lax.broadcasted_iota(targets_BC.dtype, logits_BCV.shape, 2) == targets_BC[..., None]
+def _is_target(logits_NV, targets_N):
+    return lax.broadcasted_iota(targets_N.dtype, logits_NV.shape, 1) == targets_N[:, None]
+
+
+def _tokens(x_BC):
+    """[B, C, ...] -> [N, ...], the tokens of a slice: XLA's CPU backend is slow on reductions with B and C apart."""
+    return x_BC.reshape(-1, *x_BC.shape[2:])
 
 
 def _split(x_BT, steps):

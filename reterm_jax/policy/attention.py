@@ -93,4 +93,4 @@ def _output(p: AttentionParams, config: QwenConfig, x_BTD: jax.Array, out_BGRTK:
     if config.gated_attention:
         gate_BTHK = project(x_BTD, p["gate_proj"]).astype(jnp.float32)
         out_BTHK = (out_BTHK * jax.nn.sigmoid(gate_BTHK)).astype(x_BTD.dtype)
-    return jnp.einsum("bthk,hkd->btd", out_BTHK, p["o_proj"].astype(x_BTD.dtype))
+    return project(out_BTHK, p["o_proj"], axes=2)

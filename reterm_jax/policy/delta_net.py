@@ -101,7 +101,7 @@ def delta_net(
         )
     gate_BTHV = project(x_BTD, p["z_proj"])
     out_BTHV = gated_rms_norm(out_BTGRV.reshape(B, T, H, V), gate_BTHV, p["norm"], eps=config.rms_norm_eps)
-    out_BTD = jnp.einsum("bthv,hvd->btd", out_BTHV, p["out_proj"].astype(x_BTD.dtype))
+    out_BTD = project(out_BTHV, p["out_proj"], axes=2)
     histories = (_last_inputs(x, config.linear_conv_kernel_dim - 1, valid_BT) for x in joined)
     return out_BTD, DeltaState(*histories, state)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 
@@ -46,11 +48,15 @@ def apply_rotary(x_BTHK: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array
 
 def mlp(p: dict[str, jax.Array], x_BTD: jax.Array) -> jax.Array:
     """down(silu(gate(x)) * up(x))."""
-    gate_BTF = x_BTD @ p["gate"].astype(x_BTD.dtype)
-    up_BTF = x_BTD @ p["up"].astype(x_BTD.dtype)
-    return (jax.nn.silu(gate_BTF) * up_BTF) @ p["down"].astype(x_BTD.dtype)
+    return project(jax.nn.silu(project(x_BTD, p["gate"])) * project(x_BTD, p["up"]), p["down"])
 
 
-def project(x_BTD: jax.Array, weight: jax.Array) -> jax.Array:
-    """x [B,T,D] times a weight [D,...]: [B,T,...], the weight cast to x's dtype."""
-    return jnp.tensordot(x_BTD, weight.astype(x_BTD.dtype), axes=1)
+def project(x: jax.Array, weight: jax.Array, *, axes: int = 1) -> jax.Array:
+    """x [B,T,...] times a weight whose first `axes` dimensions are x's last ones: [B,T,...] in x's dtype.
+
+    As one product of two matrices: in XLA's CPU backend the gradient of a product over B and T apart takes twice as
+    long (`benchmarks/policy_step.py`).
+    """
+    size = math.prod(weight.shape[:axes])
+    out = x.reshape(-1, size) @ weight.astype(x.dtype).reshape(size, -1)
+    return out.reshape(*x.shape[:-axes], *weight.shape[axes:])
