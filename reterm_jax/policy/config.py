@@ -56,7 +56,7 @@ class QwenConfig:
     compute_dtype: str = "bfloat16"
     remat: str = "full"
     chunk_size: int = 64
-    attention_block: int = 512
+    attention_block: int = 256
 
     def __post_init__(self) -> None:
         def require(ok: bool, field: str, remedy: str) -> None:

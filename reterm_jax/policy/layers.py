@@ -14,7 +14,7 @@ def rms_norm(x: jax.Array, weight: jax.Array, *, eps: float, offset: float) -> j
     """x / rms(x) * (offset + weight) over the last axis, computed in float32 and returned in x's dtype."""
     x32 = x.astype(jnp.float32)
     scale = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
-    return (x32 * scale * (offset + weight)).astype(x.dtype)
+    return times_weight(x32 * scale, offset + weight).astype(x.dtype)
 
 
 def gated_rms_norm(x: jax.Array, gate: jax.Array, weight: jax.Array, *, eps: float) -> jax.Array:
@@ -44,6 +44,27 @@ def apply_rotary(x_BTHK: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array
     cos, sin = cos[:, :, None, :], sin[:, :, None, :]
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
     return rotated.astype(x_BTHK.dtype)
+
+
+@jax.custom_vjp
+def times_weight(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """x * weight, where the weight's dimensions are x's last ones, both float32."""
+    return x * weight
+
+
+def _times_weight_backward(residuals: tuple[jax.Array, jax.Array], dy: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, weight = residuals
+    tokens = tuple(range(x.ndim - weight.ndim))
+    # XLA's CPU backend takes twenty times as long where the product is fused into such a sum.
+    dweight = jax.lax.platform_dependent(
+        dy * x,
+        cpu=lambda terms: jnp.sum(jax.lax.optimization_barrier(terms), axis=tokens),
+        default=lambda terms: jnp.sum(terms, axis=tokens),
+    )
+    return dy * weight, dweight
+
+
+times_weight.defvjp(lambda x, weight: (x * weight, (x, weight)), _times_weight_backward)
 
 
 def mlp(p: dict[str, jax.Array], x_BTD: jax.Array) -> jax.Array:
