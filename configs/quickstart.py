@@ -33,6 +33,9 @@ def get_config() -> ml_collections.ConfigDict:
     c.model.dtype = "float32"  # compute; bfloat16 on accelerators
     c.model.remat = "auto"  # what a layer keeps for its backward pass: none | dots | full; auto: full in bfloat16
     c.model.chunk_size = 32  # tokens of a DeltaNet chunk; the policy's own default is 64
+    # Attention of rows without forks: auto (a fused kernel where the backend has one that works, else blockwise) |
+    # blockwise | splash (TPU) | pallas_gpu. The log names the choice.
+    c.model.attention = "auto"
     c.model.attention_block = 128  # queries attended at once; the policy's own default is 256
 
     c.mesh = ml_collections.ConfigDict(dict(data=1, fsdp=1, tensor=1))

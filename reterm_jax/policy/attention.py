@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from reterm_jax.policy.blockwise import blockwise_attention
 from reterm_jax.policy.config import QwenConfig
 from reterm_jax.policy.documents import Documents
+from reterm_jax.policy.fused_attention import fused_attention, takes
 from reterm_jax.policy.layers import apply_rotary, project, rms_norm, rotary_angles
 
 AttentionParams = dict[str, jax.Array]
@@ -31,7 +32,10 @@ def self_attention(
 ) -> tuple[jax.Array, KVCache]:
     """Causal attention in which a token sees its own document and its trunk; also returns the keys and values."""
     q_BGRTK, kv = _queries_keys_values(p, config, x_BTD, documents.positions_BT)
-    out_BGRTK = blockwise_attention(q_BGRTK, *kv, documents, block=config.attention_block)
+    if takes(config.attention, documents):
+        out_BGRTK = fused_attention(q_BGRTK, *kv, documents, kernel=config.attention)
+    else:
+        out_BGRTK = blockwise_attention(q_BGRTK, *kv, documents, block=config.attention_block)
     return _output(p, config, x_BTD, out_BGRTK), kv
 
 

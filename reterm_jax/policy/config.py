@@ -10,11 +10,13 @@ from typing import Any
 
 LINEAR = "linear_attention"
 FULL = "full_attention"
+BLOCKWISE = "blockwise"
 
 _FAMILY_OF_MODEL_TYPE = {"qwen3": "qwen3", "qwen3_5": "qwen3_5", "qwen3_5_text": "qwen3_5"}
 _ARCHITECTURE = {"qwen3": ("qwen3", "Qwen3ForCausalLM"), "qwen3_5": ("qwen3_5_text", "Qwen3_5ForCausalLM")}
 _REMAT = ("none", "dots", "full")
 _DTYPES = ("float32", "bfloat16")
+_ATTENTION = (BLOCKWISE, "splash", "pallas_gpu")
 
 
 class ConfigError(ValueError):
@@ -30,6 +32,7 @@ class QwenConfig:
       remat: what a layer keeps for its backward pass: "none" (everything), "dots" (matmul results), "full" (its input).
       chunk_size: tokens per DeltaNet chunk, a power of two.
       attention_block: queries and keys that meet at once in training; bounds the scores to [block, block] a head.
+      attention: "blockwise", or the fused kernel for rows that it takes: "splash" (TPU), "pallas_gpu".
     """
 
     family: str
@@ -57,6 +60,7 @@ class QwenConfig:
     remat: str = "full"
     chunk_size: int = 64
     attention_block: int = 256
+    attention: str = BLOCKWISE
 
     def __post_init__(self) -> None:
         def require(ok: bool, field: str, remedy: str) -> None:
@@ -66,6 +70,7 @@ class QwenConfig:
         require(self.family in _ARCHITECTURE, "family", f"use one of {sorted(_ARCHITECTURE)}")
         require(self.compute_dtype in _DTYPES, "compute_dtype", f"use one of {_DTYPES}")
         require(self.remat in _REMAT, "remat", f"use one of {_REMAT}")
+        require(self.attention in _ATTENTION, "attention", f"use one of {_ATTENTION}")
         require(len(self.layer_types) == self.num_hidden_layers, "layer_types", "one entry per hidden layer")
         known = (FULL, LINEAR) if self.family == "qwen3_5" else (FULL,)
         require(set(self.layer_types) <= set(known), "layer_types", f"only {known} are implemented for {self.family}")

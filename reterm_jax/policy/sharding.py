@@ -69,7 +69,7 @@ def constrain_batch(x: jax.Array) -> jax.Array:
 
     Without it the partitioner may choose to follow a sharded weight and replicate the batch instead.
     """
-    mesh = _mesh_in_use(x.shape[0])
+    mesh = mesh_in_use(x.shape[0])
     return x if mesh is None else jax.lax.with_sharding_constraint(x, PartitionSpec(BATCH_AXES))
 
 
@@ -79,7 +79,7 @@ def constrain_residual(x_BTD: jax.Array) -> jax.Array:
     Between two layers nothing needs all tokens of a row, and what a layer keeps for its backward pass is its input: cut
     over `tensor`, it takes that many times less memory. Where T is not divisible by `tensor`, rows are whole.
     """
-    mesh = _mesh_in_use(x_BTD.shape[0])
+    mesh = mesh_in_use(x_BTD.shape[0])
     if mesh is None:
         return x_BTD
     time = TIME_AXIS if x_BTD.shape[1] % mesh.shape[TIME_AXIS] == 0 else None
@@ -94,14 +94,14 @@ def gather_vocab(table_VD: jax.Array, used_with: jax.Array) -> tuple[jax.Array, 
     a row gather the matrix in each. The barrier ties the gather to the micro-batch of `used_with` (leading axis: rows):
     XLA would move it out of the loop over micro-batches, and hold the gathered matrix for the whole update.
     """
-    mesh = _mesh_in_use(used_with.shape[0])
+    mesh = mesh_in_use(used_with.shape[0])
     if mesh is None:
         return table_VD, used_with
     table_VD, used_with = jax.lax.optimization_barrier((table_VD, used_with))
     return jax.lax.with_sharding_constraint(table_VD, PartitionSpec(DEFAULT_RULES["vocab"])), used_with
 
 
-def _mesh_in_use(rows: int) -> AbstractMesh | None:
+def mesh_in_use(rows: int) -> AbstractMesh | None:
     """The mesh of `jax.set_mesh`, if it is one of ours; raises ShardingError where it cannot divide the rows."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or any(axis not in mesh.axis_names for axis in MESH_AXES):

@@ -14,6 +14,7 @@ from ml_collections import ConfigDict
 
 from reterm_jax.policy import hf
 from reterm_jax.policy.config import QwenConfig
+from reterm_jax.policy.fused_attention import choose_attention
 from reterm_jax.policy.sharding import make_mesh, param_shardings
 from reterm_jax.policy.spec import init_params
 from reterm_jax.tokens.chat import ChatFormat
@@ -53,7 +54,7 @@ def policy_config(source: Mapping[str, Any] | Path, compute: ConfigDict) -> Qwen
     """The architecture of a Hugging Face `config.json` (or its dict) with the numerics that `config.model` asks for.
 
     `compute.remat` is a value of `QwenConfig.remat`, or "auto": nothing is recomputed in float32, which is for small
-    models, and everything in bfloat16.
+    models, and everything in bfloat16. The form of attention is not set here, as it depends on the devices.
     """
     automatic = "none" if compute.dtype == "float32" else "full"
     return QwenConfig.from_hf(
@@ -74,6 +75,9 @@ def load_model(directory: Path, compute: ConfigDict, mesh_sizes: ConfigDict) -> 
     from transformers import AutoTokenizer
 
     config = policy_config(directory, compute)
+    attention, reason = choose_attention(compute.attention, config)
+    print(f"attention: {attention} ({reason})", flush=True)
+    config = dataclasses.replace(config, attention=attention)
     tokenizer = AutoTokenizer.from_pretrained(directory)
     mesh = make_mesh(**mesh_sizes)
     return Model(directory, config, tokenizer, ChatFormat(tokenizer), mesh, param_shardings(config, mesh))
