@@ -92,6 +92,7 @@ def _splash(q_BGRTK, k_BGTK, v_BGTK, index_BT, block, interpret):
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     B, G, R, T, K = q_BGRTK.shape
+    # Two kernels for the gradient: the one for both at once holds a dq for every block of keys, memory square in T.
     sizes = splash.BlockSizes(
         block_q=block,
         block_kv=block,
@@ -99,7 +100,8 @@ def _splash(q_BGRTK, k_BGTK, v_BGTK, index_BT, block, interpret):
         block_q_dkv=block,
         block_kv_dkv=block,
         block_kv_dkv_compute=block,
-        use_fused_bwd_kernel=True,
+        block_q_dq=block,
+        block_kv_dq=block,
     )
     mask = splash.MultiHeadMask([splash.CausalMask((T, T))] * (G * R))
     kernel = splash.make_splash_mha_single_device(mask, block_sizes=sizes, interpret=interpret)
