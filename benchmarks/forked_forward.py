@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
+from models import small_qwen
 from reporting import finish, in_turns, ratio, temporary_bytes
 
 from reterm_jax.policy.config import QwenConfig
@@ -32,7 +33,7 @@ _PLOT = flags.DEFINE_string("plot", None, "Sweeps K and P/S too and draws the ra
 
 
 def main(_: list[str]) -> None:
-    config = _config()
+    config = small_qwen(_HIDDEN.value, _LAYERS.value, remat="full")
     params = jax.jit(init_params, static_argnums=0)(config, jax.random.key(0))
     achieved, ideal = _compare(params, config, _PREFIX.value, _BRANCH.value, _FORKS.value, show=True)
     if _PLOT.value:
@@ -105,30 +106,6 @@ def _draw(params, config: QwenConfig) -> None:
     axes.set(xlabel="K, branches", ylabel="full sequences / forked, time", title=f"S = {S}; dashed: positions")
     axes.legend()
     figure.savefig(_PLOT.value, bbox_inches="tight")
-
-
-def _config() -> QwenConfig:
-    hidden = _HIDDEN.value
-    return QwenConfig.from_hf(
-        {
-            "model_type": "qwen3_5_text",
-            "vocab_size": 1024,
-            "hidden_size": hidden,
-            "intermediate_size": 3 * hidden,
-            "num_hidden_layers": _LAYERS.value,
-            "num_attention_heads": hidden // 64,
-            "num_key_value_heads": max(1, hidden // 256),
-            "head_dim": 64,
-            "linear_num_key_heads": max(1, hidden // 128),
-            "linear_num_value_heads": hidden // 64,
-            "linear_key_head_dim": 64,
-            "linear_value_head_dim": 64,
-            "linear_conv_kernel_dim": 4,
-            "tie_word_embeddings": True,
-        },
-        compute_dtype="float32",
-        remat="full",
-    )
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ import jax
 import numpy as np
 import optax
 from absl import app, flags
+from models import small_qwen
 from reporting import finish
 
 from reterm_jax.policy.config import QwenConfig
@@ -33,35 +34,15 @@ _GROUPS = flags.DEFINE_integer("groups", 1, "Groups in the update.")
 _FORKS = flags.DEFINE_integer("forks", 8, "K, branches of a group.")
 _PREFIX = flags.DEFINE_integer("prefix", 2048, "Tokens that the branches of a group share.")
 _BRANCH = flags.DEFINE_integer("branch", 512, "Mean tokens of a branch; they vary from a half to one and a half of it.")
-_HIDDEN = flags.DEFINE_integer("hidden", 128, "Hidden size; the MLP has three times as many.")
+_HIDDEN = flags.DEFINE_integer("hidden", 512, "Hidden size; the MLP has three times as many.")
+_LAYERS = flags.DEFINE_integer("layers", 4, "Layers; every fourth is full attention.")
+_REMAT = flags.DEFINE_enum("remat", "full", ["none", "dots", "full"], "What a layer keeps for its backward pass.")
 _REPEATS = flags.DEFINE_integer("repeats", 3, "Timed updates of each kind; the median of the ratios counts.")
 _PLOT = flags.DEFINE_string("plot", None, "Sweeps K and P/S too and draws the ratios into this SVG or PNG.")
 
 
 def main(_: list[str]) -> None:
-    hidden = _HIDDEN.value
-    config = QwenConfig(
-        family="qwen3_5",
-        vocab_size=512,
-        hidden_size=hidden,
-        intermediate_size=3 * hidden,
-        num_hidden_layers=2,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=32,
-        layer_types=("linear_attention", "full_attention"),
-        partial_rotary_factor=0.25,
-        tie_word_embeddings=True,
-        initializer_range=0.08,
-        linear_num_key_heads=4,
-        linear_num_value_heads=4,
-        linear_key_head_dim=32,
-        linear_value_head_dim=32,
-        compute_dtype="float32",
-        remat="none",
-        chunk_size=32,
-        attention_block=128,
-    )
+    config = small_qwen(_HIDDEN.value, _LAYERS.value, remat=_REMAT.value)
     achieved, ideal = _compare(config, _GROUPS.value, _PREFIX.value, _BRANCH.value, _FORKS.value, show=True)
     if _PLOT.value:
         _draw(config)

@@ -52,29 +52,29 @@ def _attention(q_BGRTK, k_BGTK, v_BGTK, own_BT, trunk_BT, block):
 def _forward(q_BGRTK, k_BGTK, v_BGTK, own_BT, trunk_BT, block):
     pairs = _Pairs(q_BGRTK, k_BGTK, v_BGTK, own_BT, trunk_BT, block)
 
-    def queries(i):
-        def keys(j, carry):
-            def meet(carry):
-                total_BGRCK, weight_BGRC, largest_BGRC = carry
-                scores, visible, v = pairs.scores(i, j)
-                new_largest = jnp.maximum(largest_BGRC, jnp.max(scores, axis=-1))
-                weights = jnp.where(visible, jnp.exp(scores - new_largest[..., None]), 0.0)
-                rescale = jnp.exp(largest_BGRC - new_largest)
-                seen = jnp.einsum("bgrts,bgsk->bgrtk", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
-                weight = weight_BGRC * rescale + jnp.sum(weights, axis=-1)
-                return total_BGRCK * rescale[..., None] + seen, weight, new_largest
+    def meet(pair, carry):
+        i, j = pairs.queries_N[pair], pairs.keys_N[pair]
+        total_BGRCK, weight_BGRC, largest_BGRC = (_slice(x, i, block, axis=3) for x in carry)
+        q, k, v = pairs.arrays(i, j)
+        scores = jnp.einsum("bgrtk,bgsk->bgrts", q, k, preferred_element_type=jnp.float32)
+        visible = pairs.visible(i, j)[:, None, None]
+        scores = jnp.where(visible, scores, _LOWEST)
+        new_largest = jnp.maximum(largest_BGRC, jnp.max(scores, axis=-1))
+        weights = jnp.where(visible, jnp.exp(scores - new_largest[..., None]), 0.0)
+        rescale = jnp.exp(largest_BGRC - new_largest)
+        seen = jnp.einsum("bgrts,bgsk->bgrtk", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+        new = (
+            total_BGRCK * rescale[..., None] + seen,
+            weight_BGRC * rescale + jnp.sum(weights, axis=-1),
+            new_largest,
+        )
+        return tuple(_put(x, part, i, block, axis=3) for x, part in zip(carry, new, strict=True))
 
-            return lax.cond(pairs.meet_NN[i, j], meet, lambda carry: carry, carry)
-
-        B, G, R, _, K = q_BGRTK.shape
-        nothing = jnp.zeros((B, G, R, block), jnp.float32)
-        start = jnp.zeros((B, G, R, block, K), jnp.float32), nothing, nothing + _LOWEST
-        total_BGRCK, weight_BGRC, largest_BGRC = lax.fori_loop(0, i + 1, keys, start)
-        return (total_BGRCK / weight_BGRC[..., None]).astype(v_BGTK.dtype), largest_BGRC + jnp.log(weight_BGRC)
-
-    out_NBGRCK, norm_NBGRC = lax.map(queries, jnp.arange(pairs.blocks))
-    out_BGRTK = jnp.moveaxis(out_NBGRCK, 0, 3).reshape(q_BGRTK.shape)
-    norm_BGRT = jnp.moveaxis(norm_NBGRC, 0, 3).reshape(q_BGRTK.shape[:-1])
+    nothing = jnp.zeros(q_BGRTK.shape[:-1], jnp.float32)
+    start = jnp.zeros(q_BGRTK.shape, jnp.float32), nothing, nothing + _LOWEST
+    total_BGRTK, weight_BGRT, largest_BGRT = lax.fori_loop(0, pairs.count, meet, start)
+    out_BGRTK = (total_BGRTK / weight_BGRT[..., None]).astype(v_BGTK.dtype)
+    norm_BGRT = largest_BGRT + jnp.log(weight_BGRT)
     return out_BGRTK, (q_BGRTK, k_BGTK, v_BGTK, own_BT, trunk_BT, out_BGRTK, norm_BGRT)
 
 
@@ -85,37 +85,27 @@ def _backward(block, residuals, dout_BGRTK):
     centre_BGRT = jnp.einsum("bgrtk,bgrtk->bgrt", dout_BGRTK, out_BGRTK, preferred_element_type=jnp.float32)
     product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
-    def keys(j, carry):
+    def meet(pair, carry):
         dq_BGRTK, dk_BGTK, dv_BGTK = carry
-
-        def queries(i, carry):
-            def meet(carry):
-                dq_BGRTK, dk_BGCK, dv_BGCK = carry
-                scores, visible, v = pairs.scores(i, j)
-                norm, centre = (_slice(x, i, block, axis=3)[..., None] for x in (norm_BGRT, centre_BGRT))
-                q, k = _slice(q_BGRTK, i, block, axis=3), _slice(k_BGTK, j, block, axis=2)
-                dout = _slice(dout_BGRTK, i, block, axis=3)
-                weights = jnp.where(visible, jnp.exp(scores - norm), 0.0)
-                dweights = product("bgrtk,bgsk->bgrts", dout, v)
-                dscores = (weights * (dweights - centre)).astype(q.dtype)
-                dq = _slice(dq_BGRTK, i, block, axis=3) + product("bgrts,bgsk->bgrtk", dscores, k)
-                dq_BGRTK = lax.dynamic_update_slice_in_dim(dq_BGRTK, dq, i * block, axis=3)
-                dk_BGCK += product("bgrts,bgrtk->bgsk", dscores, q)
-                dv_BGCK += product("bgrts,bgrtk->bgsk", weights.astype(dout.dtype), dout)
-                return dq_BGRTK, dk_BGCK, dv_BGCK
-
-            return lax.cond(pairs.meet_NN[i, j], meet, lambda carry: carry, carry)
-
-        nothing = jnp.zeros_like(_slice(dk_BGTK, 0, block, axis=2))
-        dq_BGRTK, dk, dv = lax.fori_loop(j, pairs.blocks, queries, (dq_BGRTK, nothing, nothing))
-        dk_BGTK, dv_BGTK = (
-            lax.dynamic_update_slice_in_dim(whole, part, j * block, axis=2)
-            for whole, part in ((dk_BGTK, dk), (dv_BGTK, dv))
+        i, j = pairs.queries_N[pair], pairs.keys_N[pair]
+        q, k, v = pairs.arrays(i, j)
+        dout = _slice(dout_BGRTK, i, block, axis=3)
+        norm, centre = (_slice(x, i, block, axis=3)[:, :, None] for x in (norm_BGRT, centre_BGRT))
+        # Keys first, as two of the three gradients need them: [B,G,S,R,T].
+        visible = pairs.visible(i, j).swapaxes(-1, -2)[:, None, :, None]
+        weights = jnp.where(visible, jnp.exp(product("bgsk,bgrtk->bgsrt", k, q) - norm), 0.0)
+        dscores = (weights * (product("bgsk,bgrtk->bgsrt", v, dout) - centre)).astype(q.dtype)
+        dq = product("bgsrt,bgsk->bgrtk", dscores, k)
+        dk = product("bgsrt,bgrtk->bgsk", dscores, q)
+        dv = product("bgsrt,bgrtk->bgsk", weights.astype(dout.dtype), dout)
+        return (
+            _put(dq_BGRTK, _slice(dq_BGRTK, i, block, axis=3) + dq, i, block, axis=3),
+            _put(dk_BGTK, _slice(dk_BGTK, j, block, axis=2) + dk, j, block, axis=2),
+            _put(dv_BGTK, _slice(dv_BGTK, j, block, axis=2) + dv, j, block, axis=2),
         )
-        return dq_BGRTK, dk_BGTK, dv_BGTK
 
     start = (jnp.zeros(x.shape, jnp.float32) for x in (q_BGRTK, k_BGTK, v_BGTK))
-    grads = lax.fori_loop(0, pairs.blocks, keys, tuple(start))
+    grads = lax.fori_loop(0, pairs.count, meet, tuple(start))
     dq, dk, dv = (grad.astype(x.dtype) for grad, x in zip(grads, (q_BGRTK, k_BGTK, v_BGTK), strict=True))
     return dq, dk, dv, None, None
 
@@ -124,37 +114,49 @@ _attention.defvjp(_forward, _backward)
 
 
 class _Pairs:
-    """The scores of one block of queries with one block of keys, and which pairs of blocks have any."""
+    """The pairs of a block of queries and a block of keys that have any score.
+
+    Attributes:
+      count: how many there are.
+      queries_N, keys_N: the blocks of each; what is after `count` means nothing.
+    """
 
     def __init__(self, q_BGRTK, k_BGTK, v_BGTK, own_BT, trunk_BT, block):
-        self.blocks = q_BGRTK.shape[3] // block
         self._block = block
-        self._arrays = q_BGRTK, k_BGTK, v_BGTK, own_BT, trunk_BT
+        self._arrays = q_BGRTK, k_BGTK, v_BGTK
+        self._own_BT, self._trunk_BT = own_BT, trunk_BT
         # Documents are numbered along the row, so a block's keys lie in a range of them. A range of trunks may cover
         # more than the queries need: that costs time, not exactness.
-        own_BNC, trunk_BNC = (x.reshape(x.shape[0], self.blocks, block) for x in (own_BT, trunk_BT))
+        blocks = own_BT.shape[1] // block
+        own_BNC, trunk_BNC = (x.reshape(x.shape[0], blocks, block) for x in (own_BT, trunk_BT))
         first_BN, last_BN = own_BNC.min(axis=-1), own_BNC.max(axis=-1)
 
         def overlap(from_BN, to_BN):
             return (from_BN[:, :, None] <= last_BN[:, None, :]) & (to_BN[:, :, None] >= first_BN[:, None, :])
 
         seen_BNN = overlap(first_BN, last_BN) | overlap(trunk_BNC.min(axis=-1), trunk_BNC.max(axis=-1))
-        self.meet_NN = jnp.any(seen_BNN, axis=0)
+        meet_NN = jnp.any(seen_BNN, axis=0) & jnp.tril(jnp.ones((blocks, blocks), bool))
+        self.count = jnp.sum(meet_NN)
+        self.queries_N, self.keys_N = jnp.nonzero(meet_NN, size=blocks * (blocks + 1) // 2, fill_value=0)
 
-    def scores(self, i, j):
-        """(scores, which count, values) of queries i and keys j: [B,G,R,C,C] float32, bool [B,1,1,C,C], [B,G,C,K]."""
-        q_BGRTK, k_BGTK, v_BGTK, own_BT, trunk_BT = self._arrays
-        block = self._block
-        q, k, v = _slice(q_BGRTK, i, block, 3), _slice(k_BGTK, j, block, 2), _slice(v_BGTK, j, block, 2)
-        of_keys = _slice(own_BT, j, block, 1)[:, None, :]
-        same = (_slice(own_BT, i, block, 1)[:, :, None] == of_keys) | (
-            _slice(trunk_BT, i, block, 1)[:, :, None] == of_keys
+    def arrays(self, i, j):
+        """Queries [B,G,R,C,K] of block i, keys and values [B,G,C,K] of block j."""
+        return tuple(
+            _slice(x, at, self._block, axis) for x, at, axis in zip(self._arrays, (i, j, j), (3, 2, 2), strict=True)
         )
+
+    def visible(self, i, j):
+        """Which of the queries of block i see which of the keys of block j: bool [B,C,C]."""
+        block = self._block
+        of_keys = _slice(self._own_BT, j, block, 1)[:, None, :]
+        own, trunk = (_slice(x, i, block, 1)[:, :, None] for x in (self._own_BT, self._trunk_BT))
         times = jnp.arange(block)
-        visible = (same & (i * block + times[:, None] >= j * block + times))[:, None, None]
-        scores = jnp.einsum("bgrtk,bgsk->bgrts", q, k, preferred_element_type=jnp.float32)
-        return jnp.where(visible, scores, _LOWEST), visible, v
+        return ((own == of_keys) | (trunk == of_keys)) & (i * block + times[:, None] >= j * block + times)
 
 
 def _slice(x, index, block, axis):
     return lax.dynamic_slice_in_dim(x, index * block, block, axis)
+
+
+def _put(x, part, index, block, axis):
+    return lax.dynamic_update_slice_in_dim(x, part, index * block, axis)

@@ -270,7 +270,7 @@ def _short_convolution(joined_BSHK: jax.Array, weight_HKW: jax.Array, documents:
     documents_BS = jnp.pad(documents.index_BT, ((0, 0), (W - 1, 0)), mode="edge")
     total = 0.0
     for tap in range(W):
-        if documents.trunk_BT is None:
+        if documents.trunk_BT is None or tap == W - 1:  # the last tap is the token itself
             same_BT = documents_BS[:, tap : tap + T] == documents.index_BT
             inputs_BTHK = joined_BSHK[:, tap : tap + T]
         else:
