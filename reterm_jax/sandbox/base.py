@@ -27,6 +27,10 @@ class SandboxError(RuntimeError):
     """A fault of the environment, never of the agent: an attempt that meets it is not graded."""
 
 
+class TamperError(SandboxError):
+    """What only private commands may write was written, or put in place, by something else in the sandbox."""
+
+
 class SandboxUnavailable(SandboxError):
     """No way to isolate commands on this machine; the message names the one command that helps."""
 
@@ -67,6 +71,7 @@ class Sandbox(Protocol):
     """A running isolated environment. Its calls are serialised; all raise SandboxError once it is closed."""
 
     workdir: str
+    lingers: bool  # processes may outlive the command that started them
 
     async def exec(
         self,
@@ -76,23 +81,30 @@ class Sandbox(Protocol):
         user: str | None = None,
         env: Mapping[str, str] | None = None,
         fresh: bool = False,
+        private: bool = False,
     ) -> ExecResult:
         """Runs `command` in bash with empty standard input and waits at most `timeout` seconds (> 0) for it.
 
         Working directory, umask, exported variables and functions persist from one command to the next, into
         snapshots and forks. `fresh=True` uses and changes none of that: a new shell at `workdir` (for verifiers).
         `env` holds for this command only. A command that fails or times out is a result, not an error.
+        `private=True` lets it into private directories (see `upload`).
         """
         ...
 
-    async def upload(self, source: Path, target: str) -> None:
-        """Copies a file to the path `target`, or a directory's contents into the directory `target` (absolute)."""
+    async def upload(self, source: Path, target: str, *, private: bool = False) -> None:
+        """Copies a file to the path `target`, or a directory's contents into the directory `target` (absolute).
+
+        A `private` directory can be read and written by private commands alone, not by processes that an agent left
+        running. Capabilities that a task asks for weaken this.
+        """
         ...
 
-    async def download(self, source: str, target: Path) -> None:
+    async def download(self, source: str, target: Path, *, private: bool = False) -> None:
         """Copies a file to `target`, or a directory's regular files and directories into `target`.
 
-        Raises FileNotFoundError if `source` does not exist in the sandbox.
+        Raises FileNotFoundError if `source` does not exist in the sandbox; where `private` is set, TamperError if
+        `source` is no private directory any more or holds a file that no private command wrote.
         """
         ...
 

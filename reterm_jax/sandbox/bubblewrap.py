@@ -20,8 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 from reterm_jax.sandbox import archive, environment, shell
 from reterm_jax.sandbox.base import ExecResult, SandboxError, Snapshot
+from reterm_jax.sandbox.diskwatch import DiskWatch
 from reterm_jax.sandbox.environment import Environment
 from reterm_jax.sandbox.jail import Jail, open_jail
+from reterm_jax.sandbox.output import BoundedOutput
 from reterm_jax.sandbox.process import Finished, disk_errors, disk_full, memory_file, run_program, scratch_file
 from reterm_jax.sandbox.reaper import HostDir, claim
 
@@ -36,6 +38,8 @@ _LATE = 10.0  # seconds after which a command that its own `timeout` did not end
 class BubblewrapSandbox:
     """A directory in which commands run through bubblewrap; made by BubblewrapHost."""
 
+    lingers = False
+
     def __init__(self, host: BubblewrapHost, place: Path, env: Environment) -> None:
         self.workdir = env.workdir
         self.id = place.name
@@ -45,6 +49,12 @@ class BubblewrapSandbox:
         self._lock = asyncio.Lock()
         self._closing: asyncio.Future[None] | None = None
         self._running: asyncio.Future[Finished] | None = None
+        self._killed = ""  # why the command that ran was killed from outside
+
+    @property
+    def busy(self) -> bool:
+        """Whether a command runs."""
+        return self._running is not None and not self._running.done()
 
     @property
     def root(self) -> Path:
@@ -59,6 +69,7 @@ class BubblewrapSandbox:
         user: str | None = None,
         env: Mapping[str, str] | None = None,
         fresh: bool = False,
+        private: bool = False,  # means nothing here: no process outlives its command
     ) -> ExecResult:
         if user not in _USERS:
             raise SandboxError(f"user {user!r} needs Docker: a bubblewrap sandbox has one user, 'agent'")
@@ -79,6 +90,9 @@ class BubblewrapSandbox:
                 deadline=timeout + shell.GRACE + _LATE,
                 fds=[fd],
             )
+            if self._killed:
+                reason, self._killed = self._killed, ""
+                return ExecResult(f"{reason}\n", 137, time.monotonic() - started, False)
             duration = time.monotonic() - started
             if os.lseek(fd, 0, os.SEEK_CUR) == 0:  # bash has not even read the command
                 problem = await asyncio.to_thread(self._host.jail.probe)
@@ -91,7 +105,7 @@ class BubblewrapSandbox:
         timed_out = shell.hit_time_limit(done.exit_code, duration, timeout)
         return ExecResult(done.output.text(), done.exit_code, duration, timed_out, done.output.elided)
 
-    async def upload(self, source: Path, target: str) -> None:
+    async def upload(self, source: Path, target: str, *, private: bool = False) -> None:
         directory, name = archive.split_target(source, target)
         # Unpacked by a process inside: links that the agent made lead nowhere else than they do for the agent.
         script = 'mkdir -p -- "$1" && exec tar --no-overwrite-dir -xpf - -C "$1"'
@@ -104,8 +118,10 @@ class BubblewrapSandbox:
         if done.exit_code != 0:
             raise self._failure(f"upload of {source} to {target}", done)
 
-    async def download(self, source: str, target: Path) -> None:
-        script = '[ -e "$1" ] || exit 44; exec tar --hard-dereference -chf - -C "${1%/*}/" -- "${1##*/}"'
+    async def download(self, source: str, target: Path, *, private: bool = False) -> None:
+        script = (
+            '[ -e "$1" ] || exit 44; exec tar --hard-dereference --ignore-failed-read -cf - -C "${1%/*}/" -- "${1##*/}"'
+        )
         path = source.rstrip("/")
         if not path.startswith("/"):
             raise ValueError(f"download source {source!r} must be an absolute path inside the sandbox, not / itself")
@@ -122,6 +138,13 @@ class BubblewrapSandbox:
     async def snapshot(self) -> Snapshot:
         async with self._use():
             return await self._host.save(self.root, self._environment)
+
+    async def kill_all(self, reason: str) -> None:
+        """Ends the command that runs, if any; its result says why."""
+        if self.busy:
+            assert self._running is not None
+            self._killed = reason
+            self._running.cancel()
 
     async def close(self) -> None:
         # Shielded, so that a cancelled caller does not leave the directory behind.
@@ -159,6 +182,8 @@ class BubblewrapSandbox:
         except asyncio.CancelledError:
             if self._closing is not None:
                 raise SandboxError(f"sandbox {self.id} was closed while a command ran") from None
+            if self._killed:
+                return Finished(137, BoundedOutput(), False)
             raise
 
     def _failure(self, what: str, done: Finished) -> SandboxError:
@@ -188,6 +213,7 @@ class BubblewrapHost:
         self._environments: dict[str, Environment] = {}
         self._building: dict[str, asyncio.Lock] = {}
         self._snapshots: dict[str, Environment] = {}
+        self._watch = DiskWatch(self._sizes, self._kill)
         self._pid = os.getpid()  # a forked child must not clean up after us
         atexit.register(self._remove_all)
 
@@ -226,6 +252,7 @@ class BubblewrapHost:
         """A sandbox has ended: its slot is free."""
         if sandbox in self._live:
             self._live.discard(sandbox)
+            self._watch.remove(sandbox.id)
             self._slots.release()
 
     async def _make(self, source: Path, env: Environment) -> BubblewrapSandbox:
@@ -238,7 +265,20 @@ class BubblewrapHost:
             raise
         sandbox = BubblewrapSandbox(self, place, env)
         self._live.add(sandbox)
+        self._watch.add(sandbox.id, env.limits.disk_mb)
         return sandbox
+
+    async def _sizes(self) -> dict[str, int]:
+        busy = [sandbox for sandbox in self._live if sandbox.busy]  # in others nothing can grow
+        if not busy:
+            return {}
+        command = [*self.jail.as_owner, "/usr/bin/du", "-skx", "--", *(str(sandbox.root) for sandbox in busy)]
+        lines = (await run_program(command, deadline=_FILE_DEADLINE)).output.text().splitlines()
+        pairs = [line.split("\t", 1) for line in lines if "\t" in line]
+        return {Path(path).parent.name: int(size) << 10 for size, path in pairs if size.isdigit()}
+
+    async def _kill(self, name: str, reason: str) -> None:
+        await asyncio.gather(*(sandbox.kill_all(reason) for sandbox in self._live if sandbox.id == name))
 
     async def _copy(self, source: Path, target: Path) -> None:
         """Copies directory `source/root` or `source` itself (if it is a root) to `target/root`, all attributes kept."""

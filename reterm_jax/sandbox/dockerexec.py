@@ -23,6 +23,9 @@ _STDOUT = 1
 _ERROR_BYTES = 1000
 _LATE = 30.0  # seconds after which a container that does not answer is given up
 
+_OUTPUT_FD = 8  # of a file without a name: whatever kills this shell, nothing is left
+_OOM_SCORE = 500
+
 # Arguments: time limit, bytes to keep of each end of the output, shell line, process limit. Standard input: this text,
 # a NUL, the command, a NUL. Prints "STATUS SIZE" and a newline, then the output: all SIZE bytes, or its two ends.
 # What must work in a container that has no process left uses builtins only.
@@ -48,9 +51,16 @@ for _dir in {shell.STATE_DIR} /dev/shm /tmp; do
 done
 exec {COMMAND_FD}< "$_out.in"
 rm -f "$_out.in"
-[ -z "$_relieved" ] && : > "$_out" || printf '%s\n' "$_relieved" > "$_out"
+exec {_OUTPUT_FD}>> "$_out"
+rm -f "$_out"
+_out=/proc/$$/fd/{_OUTPUT_FD}
+[ -z "$_relieved" ] || printf '%s\n' "$_relieved" >&{_OUTPUT_FD}
 _begin=${{EPOCHREALTIME/[.,]/}}
-timeout -k {shell.GRACE:g} "$1" bash -c "$3" bash >> "$_out" 2>&1 </dev/null
+# What a memory bomb meets first must not be this shell nor process 1. A process may only make itself likelier to go.
+(
+  printf {_OOM_SCORE} > /proc/self/oom_score_adj
+  exec timeout -k {shell.GRACE:g} "$1" bash -c "$3" bash {_OUTPUT_FD}>&-
+) >&{_OUTPUT_FD} 2>&1 </dev/null
 _status=$?
 _limit=${{1/./}}000
 if [ $_status = 124 -o $_status = 137 ] && [ $(( ${{EPOCHREALTIME/[.,]/}} - _begin )) -ge $(( 10#$_limit )) ]; then
@@ -64,11 +74,11 @@ if [ $_status = 124 -o $_status = 137 ] && [ $(( ${{EPOCHREALTIME/[.,]/}} - _beg
 fi
 exec {COMMAND_FD}<&-
 _relieve "$4"
-_size=$(stat -c %s "$_out")
+_size=$(stat -L -c %s "$_out")
 printf '%s %s\n' "$_status" "$_size"
 if [ "$_size" -le $(( 2 * $2 )) ]; then cat "$_out"; else head -c "$2" "$_out"; tail -c "$2" "$_out"; fi
-rm -f "$_out"
 """
+_PROBE_SECONDS = 10.0
 _LOADER = "IFS= read -r -d '' _runner; eval \"$_runner\""
 
 
@@ -94,8 +104,24 @@ class Call:
 def run(api: Any, container: str, call: Call) -> tuple[int, BoundedOutput]:
     """Runs `call` and returns (exit status, output). Blocking.
 
-    Raises Broken if the container runs but cannot run commands, SandboxError if it fails to answer.
+    Raises Broken if the container runs but cannot run commands, SandboxError if it has ended or fails to answer.
     """
+    done = _run(api, container, call)
+    if isinstance(done, tuple):
+        return done
+    # Nothing was reported. Has the container ended, has the command killed its runner, or can nothing run any more?
+    state = api.inspect_container(container)["State"]
+    if not state["Running"]:
+        memory = ": out of memory" if state.get("OOMKilled") else ""
+        raise SandboxError(f"container {container} has ended while a command ran{memory}")
+    probe = Call("", ":", _PROBE_SECONDS, call.processes, "", {})
+    if not isinstance(_run(api, container, probe), tuple):
+        raise Broken(f"no command can run (bash and coreutils are needed): {done}")
+    return 137, BoundedOutput.of("The command and everything else that ran was killed")
+
+
+def _run(api: Any, container: str, call: Call) -> tuple[int, BoundedOutput] | str:
+    """(exit status, output), or what the runner said where it did not come to report a status."""
     created = api.exec_create(
         container,
         ["bash", "-c", _LOADER, "bash", shell.seconds(call.timeout), str(KEEP_BYTES), call.line, str(call.processes)],
@@ -131,8 +157,7 @@ def run(api: Any, container: str, call: Call) -> tuple[int, BoundedOutput]:
     finally:
         stream.close()
     if status is None:
-        said = errors.decode("utf-8", "replace").strip()
-        raise Broken(f"no command can run (bash and coreutils are needed): {said}")
+        return errors.decode("utf-8", "replace").strip()
     output.skip(size - received)
     return status, output
 

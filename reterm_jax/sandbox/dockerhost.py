@@ -22,6 +22,7 @@ from reterm_jax.sandbox.base import (
     SandboxUnavailable,
     Snapshot,
 )
+from reterm_jax.sandbox.diskwatch import DiskWatch
 from reterm_jax.sandbox.dockerimage import Image, connect
 from reterm_jax.sandbox.dockersandbox import DockerSandbox
 from reterm_jax.sandbox.reaper import HostDir, claim, docker_labels, reap_docker, remove_docker
@@ -60,6 +61,7 @@ class DockerHost:
         self._snapshots: dict[str, Image] = {}
         self._tried: set[str] = set()  # images in which a command has run
         self._unwanted: set[str] = set()  # released snapshots that a container still runs from
+        self._watch = DiskWatch(self._sizes, self._kill)
         self._pid = os.getpid()  # a forked child must not clean up after us
         atexit.register(self._remove_all)
 
@@ -138,6 +140,7 @@ class DockerHost:
         finally:
             if sandbox in self._live:
                 self._live.discard(sandbox)
+                self._watch.remove(sandbox.id)
                 self._slots.release()
 
     async def _make(self, image: Image, task: Task, skeleton: bool = True) -> DockerSandbox:
@@ -155,7 +158,16 @@ class DockerHost:
             raise
         sandbox = DockerSandbox(self, container, image)
         self._live.add(sandbox)
+        self._watch.add(sandbox.id, image.limits.disk_mb)
         return sandbox
+
+    async def _sizes(self) -> dict[str, int]:
+        filters = {"label": f"reterm.owner={self.directory.id}"}
+        found = await self.call(lambda: self.client.api.containers(filters=filters, size=True), "sizes of containers")
+        return {entry["Names"][0].lstrip("/"): entry.get("SizeRw", 0) for entry in found if entry["Names"]}
+
+    async def _kill(self, name: str, reason: str) -> None:
+        await asyncio.gather(*(sandbox.kill_all(reason) for sandbox in self._live if sandbox.id == name))
 
     def _discard(self, starting: asyncio.Future[Any]) -> None:
         if not starting.cancelled() and starting.exception() is None:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from reterm_jax.sandbox import archive, dockerexec, shell
 from reterm_jax.sandbox.base import ExecResult, SandboxError, Snapshot
 from reterm_jax.sandbox.dockerimage import Image
+from reterm_jax.sandbox.output import BoundedOutput
 from reterm_jax.sandbox.process import disk_errors, scratch_file
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 class DockerSandbox:
     """One container; made by DockerHost."""
 
+    lingers = True
+
     def __init__(self, host: DockerHost, container: Any, image: Image) -> None:
         self.workdir = image.workdir
         self.id: str = container.name
@@ -36,6 +39,7 @@ class DockerSandbox:
         self._image = image
         self._lock = asyncio.Lock()
         self._closing: asyncio.Future[None] | None = None
+        self._killed = ""  # why all that ran was killed from outside, for the agent to read
 
     async def exec(
         self,
@@ -45,10 +49,12 @@ class DockerSandbox:
         user: str | None = None,
         env: Mapping[str, str] | None = None,
         fresh: bool = False,
+        private: bool = False,
     ) -> ExecResult:
         extra = shell.check_env(env or {})
         line = shell.shell_line(dockerexec.COMMAND_FD, workdir=self.workdir, fresh=fresh, env_names=extra)
-        call = dockerexec.Call(command, line, timeout, self._image.limits.processes, user or "", extra)
+        who = f"{user or 'root'}:{archive.PRIVATE_GID}" if private else user or ""
+        call = dockerexec.Call(command, line, timeout, self._image.limits.processes, who, extra)
         started = time.monotonic()
         async with self._use():
             try:
@@ -59,16 +65,27 @@ class DockerSandbox:
                 # By the agent itself: `start` has seen commands run
                 return ExecResult(f"{error}\n", 126, time.monotonic() - started, False)
         duration = time.monotonic() - started
+        if exit_code == 137 and self._killed:
+            output, self._killed = BoundedOutput.of(self._killed), ""
         timed_out = shell.hit_time_limit(exit_code, duration, timeout)
         return ExecResult(output.text(), exit_code, duration, timed_out, output.elided)
 
-    async def upload(self, source: Path, target: str) -> None:
+    async def upload(self, source: Path, target: str, *, private: bool = False) -> None:
         directory, name = archive.split_target(source, target)
+        if private and name:
+            raise ValueError(f"upload of {source} to {target}: only a directory can be private")
 
         def put() -> None:
             with scratch_file(Path(tempfile.gettempdir())) as file:
                 with disk_errors(Path(tempfile.gettempdir())):
-                    archive.pack([(source, name)], file)
+                    if private:
+                        archive.pack_private(source, directory, file)
+                    else:
+                        archive.pack([(source, name)], file)
+                if private:
+                    file.seek(0)
+                    self._container.put_archive("/", file)
+                    return
                 for attempt in (1, 2):
                     file.seek(0)
                     try:
@@ -82,7 +99,7 @@ class DockerSandbox:
         async with self._use():
             await self._host.call(put, f"upload of {source} to {target} in container {self.id}")
 
-    async def download(self, source: str, target: Path) -> None:
+    async def download(self, source: str, target: Path, *, private: bool = False) -> None:
         path = source.rstrip("/")
         if not path.startswith("/"):
             raise ValueError(f"download source {source!r} must be an absolute path inside the sandbox, not / itself")
@@ -101,7 +118,7 @@ class DockerSandbox:
                     file.write(chunk)
                 file.seek(0)
                 with disk_errors(target):
-                    archive.unpack(file, path.rsplit("/", 1)[1], target)
+                    archive.unpack(file, path.rsplit("/", 1)[1], target, private=private)
 
         async with self._use():
             await self._host.call(get, f"download of {source} from container {self.id}")
@@ -109,6 +126,14 @@ class DockerSandbox:
     async def snapshot(self) -> Snapshot:
         async with self._use():
             return await self._host.save(self._container, self._image)
+
+    async def kill_all(self, reason: str) -> None:
+        """Ends everything that runs in the container, except its process 1. May be called while a command runs."""
+        self._killed = reason
+        await self._host.call(
+            lambda: self._container.exec_run(["bash", "-c", "kill -9 -1"], user="root", detach=True),
+            f"killing what runs in container {self.id}",
+        )
 
     async def close(self) -> None:
         # Shielded, so that a cancelled caller does not leave the container behind.

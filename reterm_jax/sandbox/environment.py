@@ -106,7 +106,11 @@ class Recipe:
 def limits_of(task: Task) -> shell.Limits:
     """Resource limits from the task's configuration, with defaults where it has none."""
     config, default = task.config.environment, shell.Limits()
-    return shell.Limits(memory_mb=int(config.memory_mb or default.memory_mb), cpus=float(config.cpus or default.cpus))
+    return shell.Limits(
+        memory_mb=int(config.memory_mb or default.memory_mb),
+        cpus=float(config.cpus or default.cpus),
+        disk_mb=int(config.storage_mb or default.disk_mb),
+    )
 
 
 def check_no_compose(task: Task) -> None:

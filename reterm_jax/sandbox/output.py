@@ -55,6 +55,13 @@ class BoundedOutput:
         self._tail = bytearray()
         self._elided = 0
 
+    @classmethod
+    def of(cls, line: str) -> BoundedOutput:
+        """Output that is one line."""
+        output = cls()
+        output.feed(f"{line}\n".encode())
+        return output
+
     def feed(self, data: bytes) -> None:
         room = self._keep - len(self._head)
         if room > 0:

@@ -73,11 +73,12 @@ trap 'exit 143' TERM
 
 @dataclass(frozen=True)
 class Limits:
-    """Resource limits of a command: per process, but `processes` counts all of the sandbox's."""
+    """Resource limits of a command: per process, but `processes` and `disk_mb` count all of the sandbox's."""
 
     processes: int = 512
     memory_mb: int = 4096
     file_mb: int = 2048
+    disk_mb: int = 10_240
     cpus: float = 1.0
 
 

@@ -25,8 +25,9 @@ class FakeSandbox:
     answers: dict[str, ExecResult | Exception] = dataclasses.field(default_factory=dict)
     log: list[str] = dataclasses.field(default_factory=list)
     workdir: str = "/app"
+    lingers: bool = False
 
-    async def exec(self, command, *, timeout, user=None, env=None, fresh=False):
+    async def exec(self, command, *, timeout, user=None, env=None, fresh=False, private=False):
         assert timeout > 0
         if not fresh:
             self.log.append(command)
@@ -34,16 +35,16 @@ class FakeSandbox:
             if isinstance(answer, Exception):
                 raise answer
             return answer
-        if "reward.json" in command:
-            return (
-                ExecResult("", 3, 0.0, False)
-                if self.reward is None
-                else ExecResult(f"text\n{self.reward}", 0, 0.0, False)
-            )
         return ExecResult("", 0, 0.0, False)
 
-    async def upload(self, source, target):
+    async def upload(self, source, target, *, private=False):
         self.log.append("VERIFY")
+
+    async def download(self, source, target, *, private=False):
+        if self.reward is None:
+            raise FileNotFoundError(source)
+        target.mkdir()
+        (target / "reward.txt").write_text(self.reward)
 
     async def snapshot(self):
         self.log.append("SNAPSHOT")

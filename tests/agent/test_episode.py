@@ -198,7 +198,7 @@ def test_a_state_that_cannot_be_saved_costs_no_verdict(run, fakes):
 def test_cancelling_releases_the_state(task, chat, fakes):
     released, sandbox = [], fakes.FakeSandbox()
 
-    async def hang(source, target):
+    async def hang(source, target, *, private):
         await asyncio.sleep(60)
 
     async def release(snapshot):

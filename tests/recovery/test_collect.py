@@ -43,20 +43,23 @@ class FakeHost:
 
 class FakeSandbox:
     workdir = "/app"
+    lingers = False
 
     def __init__(self, host, done):
         self.host, self.done = host, done
 
-    async def exec(self, command, *, timeout, user=None, env=None, fresh=False):
+    async def exec(self, command, *, timeout, user=None, env=None, fresh=False, private=False):
         await asyncio.sleep(0)
-        if "reward.json" in command:
-            return ExecResult(f"text\n{int('fix' in self.done)}", 0, 0.0, False)
         if not fresh:
             self.done.append(command)
         return ExecResult("" if fresh else f"ran {command}\n", int(command == "bad"), 0.0, False)
 
-    async def upload(self, source, target):
+    async def upload(self, source, target, *, private=False):
         pass
+
+    async def download(self, source, target, *, private=False):
+        target.mkdir()
+        (target / "reward.txt").write_text(str(int("fix" in self.done)))
 
     async def snapshot(self):
         snapshot = Snapshot(str(random.random()), "bubblewrap", "test")

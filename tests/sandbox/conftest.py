@@ -81,6 +81,7 @@ def make_task(directory: Path, files: dict[str, str] | None = None, **environmen
         "env": {},
         "cpus": None,
         "memory_mb": None,
+        "storage_mb": None,
         "docker_image": None,
         "network_mode": "no-network",
         "build_timeout_sec": 60.0,

@@ -13,25 +13,35 @@ from reterm_jax.tasks.verifier import parse_reward, verify
 @pytest.mark.parametrize(
     "output,reward",
     [
-        ("text\n1\n", 1.0),
-        ("text\n 0.25 ", 0.25),
-        ("json\n1", 1.0),
-        ('json\n{"reward": 0.5, "speed": 3}', 0.5),
-        ('json\n{"accuracy": 1}', 1.0),
+        ("reward.txt\n1\n", 1.0),
+        ("reward.txt\n 0.25 ", 0.25),
+        ("reward.json\n1", 1.0),
+        ('reward.json\n{"reward": 0.5, "speed": 3}', 0.5),
+        ('reward.json\n{"accuracy": 1}', 1.0),
     ],
 )
 def test_rewards(output, reward):
-    assert parse_reward(output) == reward
+    assert parse_reward(*output.split("\n", 1)) == reward
 
 
 @pytest.mark.parametrize(
     "output",
-    ["text\n", "text\nnan", "text\ninf", "text\nyes", "json\n", "json\n{}", "json\ntrue", "json\nNaN", 'json\n"1"']
-    + ['json\n{"a": 1, "b": 2}', 'json\n{"reward": null}', "json\n1" + "0" * 400],
+    [
+        "reward.txt\n",
+        "reward.txt\nnan",
+        "reward.txt\ninf",
+        "reward.txt\nyes",
+        "reward.json\n",
+        "reward.json\n{}",
+        "reward.json\ntrue",
+        "reward.json\nNaN",
+        'reward.json\n"1"',
+    ]
+    + ['reward.json\n{"a": 1, "b": 2}', 'reward.json\n{"reward": null}', "reward.json\n1" + "0" * 400],
 )
 def test_what_is_not_a_reward(output):
     with pytest.raises(ValueError, match="reward"):
-        parse_reward(output)
+        parse_reward(*output.split("\n", 1))
 
 
 def grade(tmp_path, task: Task, *commands: str):
@@ -94,6 +104,8 @@ def test_the_agent_cannot_grade_itself(tmp_path, make_task, command):
 
 def test_a_broken_sandbox_is_not_the_policys_fault(make_task):
     class Broken:
+        lingers = False
+
         async def exec(self, *args, **kwargs):
             raise SandboxError("gone")
 
