@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from reterm_jax.sandbox import dockerimage, shell
+from reterm_jax.sandbox import dockerimage, dockersnapshot, shell
 from reterm_jax.sandbox.base import (
     LOG_DIRS,
     SandboxError,
@@ -33,10 +33,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _TRY_SECONDS = 60.0  # for a command that does nothing
-# Process 1 of each container; unlike `sleep` alone, bash collects processes whose parents are gone. The odd number of
-# seconds tells its own child from an agent's.
-_IDLE_SECONDS = "86397"
-_IDLE = ["bash", "-c", f"while :; do sleep {_IDLE_SECONDS} & wait $!; done"]
 
 
 class DockerHost:
@@ -89,8 +85,7 @@ class DockerHost:
     async def fork(self, snapshot: Snapshot, task: Task) -> DockerSandbox:
         if snapshot.id not in self._snapshots:
             raise SandboxError(f"task {task.id}: snapshot {snapshot.id} of {snapshot.owner} is not held by this host")
-        # A snapshot has the skeleton already, perhaps changed by the agent.
-        return await self._make(self._snapshots[snapshot.id], task, skeleton=False)
+        return await self._make(self._snapshots[snapshot.id], task)
 
     async def release(self, snapshot: Snapshot) -> None:
         image = self._snapshots.pop(snapshot.id, None)
@@ -117,14 +112,8 @@ class DockerHost:
     async def save(self, container: Any, image: Image) -> Snapshot:
         """Commits a container; called by the sandbox, which holds its lock."""
         name = f"snap-{secrets.token_hex(6)}"
-
-        def commit() -> tuple[str, ...]:
-            alive = _live_processes(container)
-            container.commit(repository="reterm-snapshot", tag=name)
-            return alive
-
-        alive = await self.call(commit, f"snapshot of container {container.name}")
-        self._snapshots[name] = Image(f"reterm-snapshot:{name}", image.workdir, image.env, image.limits, image.network)
+        saving = lambda: dockersnapshot.save(self.client, container, image, name)  # noqa: E731
+        self._snapshots[name], alive = await self.call(saving, f"snapshot of container {container.name}")
         return Snapshot(name, "docker", self.directory.id, alive)
 
     async def closed(self, sandbox: DockerSandbox, container: Any) -> None:
@@ -143,11 +132,11 @@ class DockerHost:
                 self._watch.remove(sandbox.id)
                 self._slots.release()
 
-    async def _make(self, image: Image, task: Task, skeleton: bool = True) -> DockerSandbox:
+    async def _make(self, image: Image, task: Task) -> DockerSandbox:
         await self._slots.acquire()
         name = f"reterm-{secrets.token_hex(6)}"
         starting = asyncio.ensure_future(
-            self.call(lambda: self._start(image, name, skeleton), f"task {task.id}: start of a container")
+            self.call(lambda: self._start(image, name), f"task {task.id}: start of a container")
         )
         try:
             container = await asyncio.shield(starting)
@@ -173,11 +162,11 @@ class DockerHost:
         if not starting.cancelled() and starting.exception() is None:
             self._threads.submit(starting.result().remove, force=True, v=True)
 
-    def _start(self, image: Image, name: str, skeleton: bool) -> Any:
+    def _start(self, image: Image, name: str) -> Any:
         limits = image.limits
         container = self.client.containers.create(
             image.name,
-            entrypoint=_IDLE,
+            entrypoint=dockersnapshot.IDLE,
             name=name,
             hostname="sandbox",
             labels=self._labels,
@@ -196,9 +185,11 @@ class DockerHost:
             ],
         )
         try:
-            if skeleton:
+            if image.skeleton:  # a snapshot has it already, perhaps changed by the agent
                 container.put_archive("/", _skeleton())
             container.start()
+            if image.sentinel:
+                dockersnapshot.check(self.client, container, image)
         except BaseException:
             container.remove(force=True, v=True)
             raise
@@ -236,16 +227,3 @@ def _skeleton() -> io.BytesIO:
         tar.addfile(info, io.BytesIO(data))
     stream.seek(0)
     return stream
-
-
-def _live_processes(container: Any) -> tuple[str, ...]:
-    """Command lines of what runs in a container besides its idle loop."""
-    table = container.top(ps_args="-eo pid,ppid,args")
-    processes = [(int(row[0]), int(row[1]), " ".join(row[2:])) for row in table["Processes"]]
-    pids = {pid for pid, _, _ in processes}
-    own = {pid for pid, parent, _ in processes if parent not in pids}
-    return tuple(
-        args
-        for pid, parent, args in processes
-        if pid not in own and "<defunct>" not in args and not (parent in own and args == f"sleep {_IDLE_SECONDS}")
-    )

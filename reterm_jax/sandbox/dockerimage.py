@@ -21,13 +21,23 @@ _API_TIMEOUT = 120  # seconds for one answer of the daemon
 
 @dataclass(frozen=True)
 class Image:
-    """What a container starts from, and what it is given besides."""
+    """What a container starts from, and what it is given besides.
+
+    Attributes:
+      layers: how many the image has.
+      skeleton: the directories that a sandbox needs are still to be made.
+      mounts: directories whose contents a snapshot holds beside its files; `sentinel`: what proves it complete.
+    """
 
     name: str
     workdir: str
     env: Mapping[str, str]
     limits: shell.Limits
     network: str
+    layers: int
+    skeleton: bool = True
+    mounts: tuple[str, ...] = ()
+    sentinel: str = ""
 
 
 def connect(max_concurrent: int = 1) -> tuple[Any, Any]:
@@ -61,7 +71,8 @@ def prepare(client: Any, task: Task, tag: str, labels: Mapping[str, str]) -> Ima
         image = _build(client, context, task, tag, labels)
     workdir = config.workdir or image.attrs["Config"].get("WorkingDir") or DEFAULT_WORKDIR
     network = "bridge" if config.network_mode == "public" else "none"
-    return Image(image.id, workdir, shell.check_env(config.env or {}), limits_of(task), network)
+    layers = len(image.attrs["RootFS"]["Layers"])
+    return Image(image.id, workdir, shell.check_env(config.env or {}), limits_of(task), network, layers)
 
 
 def _find(client: Any, name: str, task: Task) -> Any:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from reterm_jax.sandbox import SandboxError
+from reterm_jax.sandbox import SandboxError, dockersnapshot
 from reterm_jax.sandbox.reaper import run_label
 
 if TYPE_CHECKING:
@@ -73,3 +74,62 @@ async def test_user(bench: Bench) -> None:
     assert await bench.sh(box, "id -un; cd /tmp; export A=1", user="agent") == "agent\n"
     assert await bench.sh(box, "pwd; echo $A", user="agent") == "/tmp\n1\n"
     assert await bench.sh(box, "id -un", user="root", fresh=True) == "root\n"
+
+
+async def test_what_a_commit_leaves_out_is_in_the_forks(bench: Bench) -> None:
+    bench.set_task({"Dockerfile": "FROM reterm-sandbox-base\nRUN mkdir /data; echo old > /data/old\nVOLUME /data\n"})
+    box = await bench.start()
+    await bench.sh(
+        box, "rm /data/old; mkdir -m 750 /data/d; echo v > /data/d/v; echo s > /dev/shm/s; ln -s s /dev/shm/l"
+    )
+    snapshot = await box.snapshot()
+    await bench.sh(box, "echo later > /data/later; echo later > /dev/shm/s")
+    look = "cd /; find data dev/shm -mindepth 1 | sort; cat data/d/v /dev/shm/l; stat -c %a data/d"
+    fork = await bench.host.fork(snapshot, bench.task)
+    found = "data/d\ndata/d/v\ndev/shm/l\ndev/shm/s\nv\ns\n750\n"
+    assert await bench.sh(fork, look, fresh=True) == found
+    deeper = await bench.host.fork(await fork.snapshot(), bench.task)
+    assert await bench.sh(deeper, look, fresh=True) == found
+
+
+async def test_what_cannot_be_saved_is_refused(bench: Bench) -> None:
+    box = await bench.start()
+    await bench.sh(box, "echo x > /dev/file")
+    with pytest.raises(SandboxError, match="/dev/file is a file in /dev"):
+        await box.snapshot()
+    await bench.sh(box, "rm /dev/file; echo x > /dev/shm/unreadable", user="root")
+    await bench.sh(box, "chmod 000 /dev/shm/unreadable")
+    with pytest.raises(SandboxError, match="cannot be saved.*unreadable"):
+        await box.snapshot()
+
+
+async def test_a_state_that_is_not_complete_is_refused(bench: Bench) -> None:
+    box = await bench.start()
+    snapshot = await box.snapshot()
+    host: Any = bench.host
+    host._snapshots[snapshot.id] = dataclasses.replace(host._snapshots[snapshot.id], sentinel="other")
+    with pytest.raises(SandboxError, match="is not complete: the sentinel is [0-9a-f]{16}, not other"):
+        await bench.host.fork(snapshot, bench.task)
+    assert host._slots._value == 3, "the failed fork holds no place"
+
+
+async def test_forks_of_forks_stay_below_the_layer_limit(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.set_task(env={"QUOTED": 'a "b" $c \\d'})
+    box = await bench.start()
+    host: Any = bench.host
+    monkeypatch.setattr(dockersnapshot, "MAX_LAYERS", box._image.layers + 2)
+    layers = []
+    for depth in range(5):
+        await bench.sh(
+            box, f"mkdir -m 711 /app/{depth}; echo {depth} > /app/{depth}/x; export DEPTH={depth}; cd /app/{depth}"
+        )
+        snapshot = await box.snapshot()
+        await box.close()
+        layers.append(len(host.client.images.get(host._snapshots[snapshot.id].name).attrs["RootFS"]["Layers"]))
+        box = await bench.host.fork(snapshot, bench.task)
+        await bench.host.release(snapshot)
+    assert max(layers) <= box._image.layers + 3 and 1 in layers
+    assert (
+        await bench.sh(box, "cat /app/*/x | tr -d '\\n'; echo $DEPTH $PWD; stat -c %a /app/3") == "012344 /app/4\n711\n"
+    )
+    assert await bench.sh(box, 'echo "$QUOTED"; pwd', fresh=True) == 'a "b" $c \\d\n/app\n'

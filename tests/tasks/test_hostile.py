@@ -27,7 +27,7 @@ NOT_SOLVED = {
     "logs are a link": "mv /logs /app/mine; ln -s /app/mine /logs; echo 1 > /logs/verifier/reward.txt",
     "verifier directory is a link": "rmdir /logs/verifier; ln -s /app /logs/verifier; echo 1 > /app/reward.json",
     "tests are a link": f"mkdir t; {FAKE} > t/test.sh; chmod +x t/test.sh; ln -s /app/t /tests",
-    "reward rewritten from the background": "while :; do echo 1 > /logs/verifier/reward.txt; done 2>/dev/null & sleep 0.1",
+    "reward rewritten from the background": "while :; do echo 1 > /logs/verifier/reward.txt; done & sleep 0.1",
     "reward rewritten once it is there": (
         "(until [ -s /logs/verifier/reward.txt ]; do sleep 0.01; done; echo 1 > /logs/verifier/reward.txt)"
         " >/dev/null 2>&1 & sleep 0.1"
