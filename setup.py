@@ -44,6 +44,7 @@ setuptools.setup(
         "console_scripts": [
             "reterm-train = reterm_jax.cli.train:run",
             "reterm-evaluate = reterm_jax.cli.evaluate:run",
+            "reterm-reap = reterm_jax.cli.reap:run",
             "reterm-export = reterm_jax.cli.export:run",
             "reterm-view = reterm_jax.cli.view:run",
         ]

@@ -50,6 +50,11 @@ def get_config() -> ml_collections.ConfigDict:
     c.sandbox = ml_collections.ConfigDict()
     c.sandbox.kind = "bubblewrap"  # bubblewrap | docker | auto (docker if a daemon answers)
     c.sandbox.concurrent = 48
+    # Failure states in which processes were alive (they are not part of a snapshot): skip | keep (recoveries start
+    # without them) | restart-listed (started again; states with a program that is not in `restart` are skipped).
+    c.sandbox.live_processes = "keep"
+    c.sandbox.restart = ()
+    c.sandbox.snapshot_mb = 20_000  # all failure states together; beyond it the oldest are given up
 
     # The paper does not publish its agent limits for training; these fit the tiny tasks.
     c.agent = ml_collections.ConfigDict()

@@ -2,8 +2,11 @@
 
 import errno
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import NoReturn
 
 from absl import app, flags, logging
 
@@ -76,6 +79,16 @@ def _known_errors() -> tuple[type[BaseException], ...]:
         WeightsError,
         WorkdirError,
     )
+
+
+def end_on_signals() -> None:
+    """SIGTERM and SIGHUP unwind like Ctrl-C, so that what a run made (sandboxes, images) goes with it."""
+
+    def interrupt(signum: int, frame: FrameType | None) -> NoReturn:
+        raise KeyboardInterrupt
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, interrupt)
 
 
 def _remedy(error: OSError) -> str:

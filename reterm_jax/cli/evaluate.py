@@ -46,6 +46,7 @@ async def _run(path: Path) -> dict:
     from reterm_jax.sandbox import make_host
     from reterm_jax.sandbox.base import SandboxError
 
+    common.end_on_signals()
     tasks = _tasks(path)
     workdir = Path(_WORKDIR.value)
     workdir.mkdir(parents=True, exist_ok=True)

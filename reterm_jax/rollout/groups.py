@@ -13,6 +13,7 @@ import random
 from collections.abc import Sequence
 
 from reterm_jax.agent.episode import AgentLimits, Attempt, FailureState, run_attempt
+from reterm_jax.rollout.live_processes import LiveProcesses
 from reterm_jax.rollout.samplers.base import Sampler
 from reterm_jax.sandbox.base import SandboxError, SandboxHost
 from reterm_jax.tasks.outcome import Outcome
@@ -43,6 +44,7 @@ class Roller:
       concurrent: attempts (each with a sandbox) alive at once.
       retry_message: text that opens a recovery, in the tool role.
       temperature: of sampling; the trainer's logprobs must use the same.
+      live_processes: what becomes of failure states in which processes were alive.
     """
 
     host: SandboxHost
@@ -52,6 +54,7 @@ class Roller:
     concurrent: int
     retry_message: str
     temperature: float = 1.0
+    live_processes: LiveProcesses = LiveProcesses()
 
     async def root_group(
         self, task: Task, size: int, seed: str, gate: asyncio.Semaphore, keep: bool
@@ -80,11 +83,26 @@ class Roller:
     async def attempt(
         self, task: Task, name: str, gate: asyncio.Semaphore, *, start: FailureState | None, keep: bool
     ) -> tuple[Attempt, FailureState | None]:
-        """One attempt called `name`, which also seeds it; with `keep`, the failure state that it left, if it failed."""
+        """One attempt called `name`, which also seeds it; with `keep`, the failure state that it left, if it failed.
+
+        Where the environment failed (a container or a daemon was lost) it is done again, once.
+        """
+        attempt, state = await self._attempt(task, name, gate, start=start, keep=keep)
+        if attempt.outcome is not None and attempt.outcome.status == "env_error":
+            logging.warning("attempt %s: the environment failed (%s); doing it again", name, attempt.outcome.detail)
+            attempt, state = await self._attempt(task, name, gate, start=start, keep=keep)
+        return attempt, state
+
+    async def _attempt(
+        self, task: Task, name: str, gate: asyncio.Semaphore, *, start: FailureState | None, keep: bool
+    ) -> tuple[Attempt, FailureState | None]:
         async with gate:
             sandbox = None
             try:
                 sandbox = await (self.host.fork(start.snapshot, task) if start else self.host.start(task))
+                if start:
+                    user = task.config.agent.user
+                    await self.live_processes.restore(sandbox, start.snapshot.live_processes, user)
                 attempt, snapshot = await run_attempt(
                     task,
                     sandbox,
@@ -109,6 +127,10 @@ class Roller:
                 if sandbox is not None:
                     await sandbox.close()
                 await self.sampler.end(name)
+        if snapshot is not None and not self.live_processes.usable(snapshot):
+            logging.info("attempt %s: no recovery from its state: %s were alive", name, snapshot.live_processes)
+            await self.host.release(snapshot)
+            snapshot = None
         return attempt, FailureState.of(attempt, snapshot) if snapshot is not None else None
 
 

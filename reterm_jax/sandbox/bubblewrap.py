@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from reterm_jax.sandbox import archive, environment, shell
 from reterm_jax.sandbox.base import ExecResult, SandboxError, Snapshot
+from reterm_jax.sandbox.budget import SnapshotBudget
 from reterm_jax.sandbox.diskwatch import DiskWatch
 from reterm_jax.sandbox.environment import Environment
 from reterm_jax.sandbox.jail import Jail, open_jail
@@ -196,7 +197,7 @@ class BubblewrapSandbox:
 class BubblewrapHost:
     """Makes bubblewrap sandboxes below RUN_DIR/sandboxes. See SandboxHost for the calls."""
 
-    def __init__(self, run_dir: Path, *, max_concurrent: int) -> None:
+    def __init__(self, run_dir: Path, *, max_concurrent: int, snapshot_mb: int | None = None) -> None:
         """Raises SandboxUnavailable without a working bubblewrap, SandboxError if `run_dir` cannot be used."""
         self.directory: HostDir = claim(run_dir)
         try:
@@ -213,6 +214,7 @@ class BubblewrapHost:
         self._environments: dict[str, Environment] = {}
         self._building: dict[str, asyncio.Lock] = {}
         self._snapshots: dict[str, Environment] = {}
+        self._budget = SnapshotBudget(snapshot_mb)
         self._watch = DiskWatch(self._sizes, self._kill)
         self._pid = os.getpid()  # a forked child must not clean up after us
         atexit.register(self._remove_all)
@@ -223,12 +225,17 @@ class BubblewrapHost:
 
     async def fork(self, snapshot: Snapshot, task: Task) -> BubblewrapSandbox:
         if snapshot.id not in self._snapshots:
-            raise SandboxError(f"task {task.id}: snapshot {snapshot.id} of {snapshot.owner} is not held by this host")
-        return await self._make(self.directory.path / "snapshots" / snapshot.id, self._snapshots[snapshot.id])
+            raise self._budget.missing(snapshot, task.id)
+        with self._budget.in_use(snapshot.id):
+            return await self._make(self.directory.path / "snapshots" / snapshot.id, self._snapshots[snapshot.id])
 
     async def release(self, snapshot: Snapshot) -> None:
-        if self._snapshots.pop(snapshot.id, None) is not None:
-            await self.remove(self.directory.path / "snapshots" / snapshot.id)
+        await self._forget(snapshot.id)
+
+    async def _forget(self, name: str) -> None:
+        if self._snapshots.pop(name, None) is not None:
+            self._budget.remove(name)
+            await self.remove(self.directory.path / "snapshots" / name)
 
     async def close(self) -> None:
         # What does not close is removed with the directory below.
@@ -239,8 +246,11 @@ class BubblewrapHost:
     async def save(self, root: Path, env: Environment) -> Snapshot:
         """Copies a sandbox's directory; called by the sandbox, which holds its lock."""
         name = f"snap-{secrets.token_hex(6)}"
-        await self._copy(root, self.directory.path / "snapshots" / name)
+        place = self.directory.path / "snapshots" / name
+        await self._copy(root, place)
         self._snapshots[name] = env
+        for old in self._budget.add(name, (await self._du([place])).get(name, 0)):
+            await self._forget(old)
         return Snapshot(name, "bubblewrap", self.directory.id)
 
     async def remove(self, place: Path) -> None:
@@ -270,12 +280,14 @@ class BubblewrapHost:
 
     async def _sizes(self) -> dict[str, int]:
         busy = [sandbox for sandbox in self._live if sandbox.busy]  # in others nothing can grow
-        if not busy:
-            return {}
-        command = [*self.jail.as_owner, "/usr/bin/du", "-skx", "--", *(str(sandbox.root) for sandbox in busy)]
+        return await self._du([sandbox.root.parent for sandbox in busy]) if busy else {}
+
+    async def _du(self, places: list[Path]) -> dict[str, int]:
+        """Bytes on the disk by name of the directory."""
+        command = [*self.jail.as_owner, "/usr/bin/du", "-skx", "--", *map(str, places)]
         lines = (await run_program(command, deadline=_FILE_DEADLINE)).output.text().splitlines()
         pairs = [line.split("\t", 1) for line in lines if "\t" in line]
-        return {Path(path).parent.name: int(size) << 10 for size, path in pairs if size.isdigit()}
+        return {Path(path).name: int(size) << 10 for size, path in pairs if size.isdigit()}
 
     async def _kill(self, name: str, reason: str) -> None:
         await asyncio.gather(*(sandbox.kill_all(reason) for sandbox in self._live if sandbox.id == name))

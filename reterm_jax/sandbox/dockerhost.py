@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import functools
 import io
+import logging
 import os
 import secrets
 import tarfile
@@ -15,6 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import requests  # which `docker` depends on
+
 from reterm_jax.sandbox import dockerimage, dockersnapshot, shell
 from reterm_jax.sandbox.base import (
     LOG_DIRS,
@@ -22,6 +26,7 @@ from reterm_jax.sandbox.base import (
     SandboxUnavailable,
     Snapshot,
 )
+from reterm_jax.sandbox.budget import SnapshotBudget
 from reterm_jax.sandbox.diskwatch import DiskWatch
 from reterm_jax.sandbox.dockerimage import Image, connect
 from reterm_jax.sandbox.dockersandbox import DockerSandbox
@@ -32,15 +37,28 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_AWAY = (requests.exceptions.ConnectionError, requests.exceptions.ChunkedEncodingError)
+
+PATIENCE = 60.0  # seconds in which a daemon that was restarted must be back
+_PAUSE = 0.5  # between two tries
+_STARTS, _BUILDS = 8, 2  # at once; commands are as many as there are sandboxes
 _TRY_SECONDS = 60.0  # for a command that does nothing
 
 
 class DockerHost:
     """Makes containers. See SandboxHost for the calls."""
 
-    def __init__(self, run_dir: Path, *, max_concurrent: int, run_id: str) -> None:
-        """Raises SandboxUnavailable if the `docker` package is missing or no daemon answers."""
-        self.client, self.errors = connect(max_concurrent)
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        max_concurrent: int,
+        run_id: str,
+        snapshot_mb: int | None = None,
+        url: str | None = None,
+    ) -> None:
+        """Raises SandboxUnavailable if the `docker` package is missing or no daemon answers (at `url`)."""
+        self.client, self.errors = connect(max_concurrent, url)
         self.directory: HostDir = claim(run_dir)
         try:
             reap_docker(self.client, run_dir)
@@ -48,27 +66,31 @@ class DockerHost:
         except self.errors.DockerException as error:
             self.directory.remove()
             raise SandboxUnavailable(f"the Docker daemon fails: {error}") from error
-        self._labels = docker_labels(run_dir, run_id, self.directory.id)
+        self._labels = docker_labels(run_dir, run_id, self.directory)
+        self._run_dir = run_dir
         self._threads = ThreadPoolExecutor(2 * max_concurrent + 4, thread_name_prefix="docker")
         self._slots = asyncio.Semaphore(max_concurrent)
+        self._starts, self._builds = asyncio.Semaphore(_STARTS), asyncio.Semaphore(_BUILDS)
+        self.load = 0  # sandboxes alive, starting or waiting
         self._live: set[DockerSandbox] = set()
         self._images: dict[str, Image] = {}
         self._building: dict[str, asyncio.Lock] = {}
         self._snapshots: dict[str, Image] = {}
+        self._budget = SnapshotBudget(snapshot_mb)
         self._tried: set[str] = set()  # images in which a command has run
         self._unwanted: set[str] = set()  # released snapshots that a container still runs from
         self._watch = DiskWatch(self._sizes, self._kill)
         self._pid = os.getpid()  # a forked child must not clean up after us
-        atexit.register(self._remove_all)
+        atexit.register(self.remove_all)
 
     async def start(self, task: Task) -> DockerSandbox:
         key = task.content_hash
         async with self._building.setdefault(key, asyncio.Lock()):
             if key not in self._images:
                 tag = f"reterm-environment:{key[:40]}-{self.directory.id}"
-                self._images[key] = await self.call(
-                    lambda: dockerimage.prepare(self.client, task, tag, self._labels), f"task {task.id}: environment"
-                )
+                prepare = functools.partial(dockerimage.prepare, self.client, task, tag, self._labels, self._run_dir)
+                async with self._builds:
+                    self._images[key] = await self.retry(prepare, f"task {task.id}: environment")
         sandbox = await self._make(self._images[key], task)
         if key not in self._tried:
             try:
@@ -84,20 +106,32 @@ class DockerHost:
 
     async def fork(self, snapshot: Snapshot, task: Task) -> DockerSandbox:
         if snapshot.id not in self._snapshots:
-            raise SandboxError(f"task {task.id}: snapshot {snapshot.id} of {snapshot.owner} is not held by this host")
-        return await self._make(self._snapshots[snapshot.id], task)
+            raise self._budget.missing(snapshot, task.id)
+        with self._budget.in_use(snapshot.id):
+            return await self._make(self._snapshots[snapshot.id], task)
 
     async def release(self, snapshot: Snapshot) -> None:
-        image = self._snapshots.pop(snapshot.id, None)
+        await self._forget(snapshot.id)
+
+    async def _forget(self, name: str) -> None:
+        image = self._snapshots.pop(name, None)
         if image is not None:
+            self._budget.remove(name)
             self._unwanted.add(image.name)
-            await self.call(self._remove_unwanted)
+            await self.retry(self._remove_unwanted, f"removal of snapshot {name}")
+
+    async def answers(self) -> bool:
+        """Whether the daemon is there."""
+        try:
+            return bool(await self.call(self.client.ping))
+        except SandboxError:
+            return False
 
     async def close(self) -> None:
         # What does not close is removed by its label below.
         await asyncio.gather(*(sandbox.close() for sandbox in list(self._live)), return_exceptions=True)
-        await asyncio.to_thread(self._remove_all)
-        atexit.unregister(self._remove_all)
+        await asyncio.to_thread(self.remove_all)
+        atexit.unregister(self.remove_all)
         self._threads.shutdown(wait=False)
 
     async def call(self, function: Callable[[], T], what: str = "Docker") -> T:
@@ -109,11 +143,32 @@ class DockerHost:
                 raise
             raise SandboxError(f"{what}: {error}") from error
 
+    async def retry(self, function: Callable[[], T], what: str) -> T:
+        """As `call`, for what may be done twice: waits PATIENCE seconds for a daemon that is away, and tries what it
+        failed at once more."""
+        failures, begun = 0, time.monotonic()
+        while True:
+            try:
+                return await self.call(function, what)
+            except SandboxError as error:
+                cause = error.__cause__
+                failures += 1
+                away = isinstance(cause, _AWAY) and time.monotonic() - begun < PATIENCE
+                failed = isinstance(cause, self.errors.APIError) and cause.is_server_error() and failures == 1
+                if not away and not failed:
+                    raise
+                logging.warning("%s; trying again", error)
+            await asyncio.sleep(_PAUSE)
+
     async def save(self, container: Any, image: Image) -> Snapshot:
         """Commits a container; called by the sandbox, which holds its lock."""
         name = f"snap-{secrets.token_hex(6)}"
-        saving = lambda: dockersnapshot.save(self.client, container, image, name)  # noqa: E731
-        self._snapshots[name], alive = await self.call(saving, f"snapshot of container {container.name}")
+        saving = functools.partial(dockersnapshot.save, self.client, container, image, name)
+        saved, alive = await self.call(saving, f"snapshot of container {container.name}")
+        self._snapshots[name] = saved
+        size = saved.size - (image.size if saved.layers > image.layers else 0)
+        for old in self._budget.add(name, size):
+            await self._forget(old)
         return Snapshot(name, "docker", self.directory.id, alive)
 
     async def closed(self, sandbox: DockerSandbox, container: Any) -> None:
@@ -125,23 +180,27 @@ class DockerHost:
             self._remove_unwanted()
 
         try:
-            await self.call(remove, f"removal of container {container.name}")
+            await self.retry(remove, f"removal of container {container.name}")
         finally:
             if sandbox in self._live:
                 self._live.discard(sandbox)
+                self.load -= 1
                 self._watch.remove(sandbox.id)
                 self._slots.release()
 
     async def _make(self, image: Image, task: Task) -> DockerSandbox:
-        await self._slots.acquire()
-        name = f"reterm-{secrets.token_hex(6)}"
-        starting = asyncio.ensure_future(
-            self.call(lambda: self._start(image, name), f"task {task.id}: start of a container")
-        )
+        self.load += 1
+        try:
+            await self._slots.acquire()
+        except BaseException:
+            self.load -= 1
+            raise
+        starting = asyncio.ensure_future(self._started(image, f"task {task.id}: start of a container"))
         try:
             container = await asyncio.shield(starting)
         except BaseException:
             self._slots.release()
+            self.load -= 1
             # Cancelled while the daemon was at work: the container may come into being after this.
             starting.add_done_callback(self._discard)
             raise
@@ -157,6 +216,10 @@ class DockerHost:
 
     async def _kill(self, name: str, reason: str) -> None:
         await asyncio.gather(*(sandbox.kill_all(reason) for sandbox in self._live if sandbox.id == name))
+
+    async def _started(self, image: Image, what: str) -> Any:
+        async with self._starts:
+            return await self.retry(lambda: self._start(image, f"reterm-{secrets.token_hex(6)}"), what)
 
     def _discard(self, starting: asyncio.Future[Any]) -> None:
         if not starting.cancelled() and starting.exception() is None:
@@ -207,9 +270,13 @@ class DockerHost:
                 raise
             self._unwanted.discard(name)
 
-    def _remove_all(self) -> None:
+    def remove_all(self) -> None:
+        """Removes all that this host made; what a daemon that is away keeps goes at the next start."""
         if os.getpid() == self._pid and self.directory.path.exists():
-            remove_docker(self.client, {"reterm.owner": self.directory.id})
+            try:
+                remove_docker(self.client, {"reterm.owner": self.directory.id})
+            except (self.errors.DockerException, OSError) as error:
+                logging.warning("containers are left (%s): the next run in %s removes them", error, self._run_dir)
             self.directory.remove()
 
 

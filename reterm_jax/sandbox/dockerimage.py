@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from reterm_jax.sandbox import shell
 from reterm_jax.sandbox.base import BASE_IMAGE, DEFAULT_WORKDIR, SandboxError, SandboxUnavailable
 from reterm_jax.sandbox.environment import check_no_compose, limits_of
+from reterm_jax.sandbox.process import disk_errors
 
 if TYPE_CHECKING:
     from reterm_jax.tasks.task import Task
@@ -24,7 +26,7 @@ class Image:
     """What a container starts from, and what it is given besides.
 
     Attributes:
-      layers: how many the image has.
+      layers: how many the image has; `size`: its bytes.
       skeleton: the directories that a sandbox needs are still to be made.
       mounts: directories whose contents a snapshot holds beside its files; `sentinel`: what proves it complete.
     """
@@ -35,30 +37,38 @@ class Image:
     limits: shell.Limits
     network: str
     layers: int
+    size: int
     skeleton: bool = True
     mounts: tuple[str, ...] = ()
     sentinel: str = ""
 
 
-def connect(max_concurrent: int = 1) -> tuple[Any, Any]:
-    """A Docker client and the module of its errors. Raises SandboxUnavailable with the command that helps."""
+def connect(max_concurrent: int = 1, url: str | None = None) -> tuple[Any, Any]:
+    """A Docker client, of the daemon at `url` or the usual one, and the module of its errors.
+
+    Raises SandboxUnavailable with the command that helps.
+    """
     try:
         import docker
         from docker import errors
     except ImportError as error:
         raise SandboxUnavailable("the Python package `docker` is not installed; run: pip install docker") from error
+    where = f" at {url}" if url else ""
     try:
-        client = docker.from_env(timeout=_API_TIMEOUT, max_pool_size=2 * max_concurrent + 4)
+        environment = {**os.environ, "DOCKER_HOST": url} if url else None
+        pool = 2 * max_concurrent + 4
+        client = docker.from_env(timeout=_API_TIMEOUT, max_pool_size=pool, environment=environment)
         client.ping()
     except errors.DockerException as error:
-        raise SandboxUnavailable(f"no Docker daemon answers ({error}); {_DAEMON_HINT}") from error
+        raise SandboxUnavailable(f"no Docker daemon answers{where} ({error}); {_DAEMON_HINT}") from error
     return client, errors
 
 
-def prepare(client: Any, task: Task, tag: str, labels: Mapping[str, str]) -> Image:
+def prepare(client: Any, task: Task, tag: str, labels: Mapping[str, str], logs: Path) -> Image:
     """Finds the image that a task names, or builds that of its Dockerfile as `tag`. Blocking.
 
-    Raises SandboxError naming the task and what is at fault.
+    The log of a build that fails is kept in the directory `logs`. Raises SandboxError naming the task and what is at
+    fault.
     """
     config = task.config.environment
     if config.network_mode == "allowlist":
@@ -68,11 +78,13 @@ def prepare(client: Any, task: Task, tag: str, labels: Mapping[str, str]) -> Ima
     if config.docker_image or not (context / "Dockerfile").exists():
         image = _find(client, config.docker_image or BASE_IMAGE, task)
     else:
-        image = _build(client, context, task, tag, labels)
+        image = _build(client, context, task, tag, labels, logs)
     workdir = config.workdir or image.attrs["Config"].get("WorkingDir") or DEFAULT_WORKDIR
     network = "bridge" if config.network_mode == "public" else "none"
     layers = len(image.attrs["RootFS"]["Layers"])
-    return Image(image.id, workdir, shell.check_env(config.env or {}), limits_of(task), network, layers)
+    return Image(
+        image.id, workdir, shell.check_env(config.env or {}), limits_of(task), network, layers, image.attrs["Size"]
+    )
 
 
 def _find(client: Any, name: str, task: Task) -> Any:
@@ -89,7 +101,7 @@ def _find(client: Any, name: str, task: Task) -> Any:
         raise SandboxError(f"task {task.id}: environment.docker_image = {name!r} cannot be pulled: {error}") from error
 
 
-def _build(client: Any, context: Path, task: Task, tag: str, labels: Mapping[str, str]) -> Any:
+def _build(client: Any, context: Path, task: Task, tag: str, labels: Mapping[str, str], logs: Path) -> Any:
     from docker import errors
 
     timeout = int(getattr(task.config.environment, "build_timeout_sec", None) or 600)
@@ -98,8 +110,11 @@ def _build(client: Any, context: Path, task: Task, tag: str, labels: Mapping[str
             path=str(context), tag=tag, labels=dict(labels), rm=True, forcerm=True, timeout=timeout
         )
     except errors.BuildError as error:
-        log = "".join(str(entry.get("stream", "")) for entry in error.build_log)[-1500:]
+        log = "".join(str(entry.get("stream") or entry.get("error") or "") for entry in error.build_log)
+        kept = logs / f"build-{task.id}.log"
+        with disk_errors(kept):
+            kept.write_text(log)
         hint = f"\nThe base image is made by: {BASE_HINT}" if BASE_IMAGE in str(error) else ""
-        message = f"task {task.id}: {context / 'Dockerfile'}: build failed: {error}\n{log}{hint}"
-        raise SandboxError(message) from error
+        message = f"task {task.id}: {context / 'Dockerfile'}: build failed: {error}\n{log[-1500:]}{hint}"
+        raise SandboxError(f"{message}\nThe whole log is in {kept}") from error
     return image

@@ -74,16 +74,21 @@ def save(client: Any, container: Any, image: Image, name: str) -> tuple[Image, t
     sentinel = secrets.token_hex(8)
     script = _SAVE.replace("@SENTINEL@", sentinel).replace("@VOLUMES@", shlex.join(volumes))
     lines = _script(client, container, image, script, "its state cannot be saved").splitlines()
-    layers = image.layers + 1
-    if layers <= MAX_LAYERS:
+    if image.layers < MAX_LAYERS:
         container.commit(repository=REPOSITORY, tag=name)
     else:
         _flatten(client, container, name)
-        layers = 1
+    made = client.api.inspect_image(f"{REPOSITORY}:{name}")
     mounts = tuple(line.removeprefix("mount ") for line in lines if line.startswith("mount "))
     processes = tuple(line.removeprefix("process ") for line in lines if line.startswith("process "))
     saved = dataclasses.replace(
-        image, name=f"{REPOSITORY}:{name}", layers=layers, mounts=mounts, sentinel=sentinel, skeleton=False
+        image,
+        name=f"{REPOSITORY}:{name}",
+        layers=len(made["RootFS"]["Layers"]),
+        size=made["Size"],
+        mounts=mounts,
+        sentinel=sentinel,
+        skeleton=False,
     )
     return saved, processes
 

@@ -112,18 +112,50 @@ def _exclusive(directory: Path) -> Iterator[None]:
         os.close(fd)
 
 
-def docker_labels(run_dir: Path, run_id: str, host_id: str) -> dict[str, str]:
+def docker_labels(run_dir: Path, run_id: str, host: HostDir) -> dict[str, str]:
     """The labels of every container and image of a host."""
-    return {"reterm.run": run_id, "reterm.run_dir": run_label(run_dir), "reterm.owner": host_id}
+    return {
+        "reterm.run": run_id,
+        "reterm.run_dir": run_label(run_dir),
+        "reterm.owner": host.id,
+        "reterm.machine": _machine(),
+        "reterm.directory": str(host.path),
+    }
 
 
-def reap_docker(client: Any, run_dir: Path) -> None:
-    """Removes containers and images of hosts of `run_dir` that are dead."""
-    label = {"reterm.run_dir": run_label(run_dir)}
-    owners = {_label(item, "reterm.owner") for item in _labelled(client, label)}
-    for owner in owners - {None}:
-        if not is_alive(run_dir.resolve() / "sandboxes" / str(owner)):
-            remove_docker(client, {**label, "reterm.owner": str(owner)})
+def reap_docker(client: Any, run_dir: Path | None = None) -> list[str]:
+    """Removes containers and images of dead hosts: those of `run_dir`, or without it all of this machine.
+
+    What another machine made on the same daemon is left alone, as its locks cannot be seen. Returns the hosts removed.
+    """
+    label = {"reterm.run_dir": run_label(run_dir)} if run_dir else {"reterm.machine": _machine()}
+    owners = {
+        str(item.labels["reterm.owner"]): Path(item.labels["reterm.directory"])
+        for item in _labelled(client, label)
+        if {"reterm.owner", "reterm.directory"} <= item.labels.keys()
+    }
+    dead = sorted(owner for owner, directory in owners.items() if not is_alive(directory))
+    for owner in dead:
+        remove_docker(client, {**label, "reterm.owner": owner})
+    return dead
+
+
+def reap_directory(run_dir: Path) -> list[str]:
+    """Removes the directories of dead hosts of `run_dir`; returns their names."""
+    parent = run_dir.resolve() / "sandboxes"
+    if not parent.is_dir():
+        return []
+    with _exclusive(run_dir):
+        dead = sorted(path for path in parent.iterdir() if not is_alive(path))
+        for path in dead:
+            remove_tree(path)
+        with contextlib.suppress(OSError):
+            parent.rmdir()
+    return [path.name for path in dead]
+
+
+def _machine() -> str:
+    return hashlib.sha256(socket.gethostname().encode()).hexdigest()[:24]
 
 
 def remove_docker(client: Any, labels: Mapping[str, str]) -> None:
@@ -149,7 +181,3 @@ def _labelled(client: Any, labels: Mapping[str, str]) -> list[Any]:
     filters = {"label": [f"{name}={value}" for name, value in labels.items()]}
     containers = client.containers.list(all=True, filters=filters, ignore_removed=True)
     return [*containers, *client.images.list(filters=filters)]
-
-
-def _label(item: Any, name: str) -> str | None:
-    return item.labels.get(name)

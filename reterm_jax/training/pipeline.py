@@ -52,6 +52,7 @@ def run(config: ConfigDict, workdir: str) -> None:
             config.sandbox.kind,
             work.root / "sandboxes",
             max_concurrent=config.sandbox.concurrent,
+            snapshot_mb=config.sandbox.snapshot_mb,
             run_id=hashlib.sha256(str(work.root).encode()).hexdigest()[:12],
         )
         try:
@@ -173,6 +174,7 @@ class _Stages:
             config.sandbox.concurrent,
             config.agent.retry_message,
             config.rl.temperature,
+            self.settings.live_processes,
         )
 
     def _sampler(self, params: Any) -> JaxSampler:

@@ -10,6 +10,7 @@ from ml_collections import ConfigDict
 
 from reterm_jax.agent.attempt import AgentLimits
 from reterm_jax.losses.policy_gradient import load_objective
+from reterm_jax.rollout.live_processes import LiveProcesses
 from reterm_jax.training.optimizer import OptimizerConfig
 from reterm_jax.training.rl_loop import RLConfig
 from reterm_jax.training.sft_loop import SFTConfig
@@ -43,6 +44,7 @@ class Settings:
     """What the stages of one run are made from."""
 
     limits: AgentLimits
+    live_processes: LiveProcesses
     base: Supervised
     sft: Supervised
     rl: Reinforcement
@@ -52,13 +54,15 @@ def read_settings(config: ConfigDict) -> Settings:
     """The settings that `config` (the layout of configs/quickstart.py) asks for; raises SettingsError."""
     with _named("agent"):
         limits = AgentLimits(**{k: v for k, v in config.agent.items() if k != "retry_message"})
+    with _named("sandbox"):
+        live_processes = LiveProcesses(config.sandbox.live_processes, tuple(config.sandbox.restart))
     _check_counts(config)
     stages = {name: _supervised(name, config[name], config.seed) for name in ("base", "sft")}
     if not config.model.path:
         # Scripted attempts may be as long as any. (Demonstrations that are too long are left out, and counted.)
         with _named("base"):
             _check_row(config.base.row_length, limits)
-    return Settings(limits, stages["base"], stages["sft"], _reinforcement(config, limits))
+    return Settings(limits, live_processes, stages["base"], stages["sft"], _reinforcement(config, limits))
 
 
 def _supervised(name: str, stage: ConfigDict, seed: int) -> Supervised:
@@ -109,7 +113,7 @@ def _optimizer(stage: ConfigDict) -> OptimizerConfig:
 def _check_counts(config: ConfigDict) -> None:
     fields = {
         "tasks": ("train_per_family", "test_per_family"),
-        "sandbox": ("concurrent",),
+        "sandbox": ("concurrent", "snapshot_mb"),
         "base": ("examples", "renamings", "micro_rows"),
         "sft": ("examples", "renamings", "micro_rows"),
         "rl": ("micro_rows",),

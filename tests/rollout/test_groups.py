@@ -86,18 +86,21 @@ def test_without_states_there_are_root_groups_only(roller, task):
     assert [group.kind for group in groups] == ["root"]
 
 
-def test_a_sandbox_that_cannot_start_is_not_graded_and_the_step_goes_on(roller, task, monkeypatch):
-    real, calls = roller.host.start, []
+@pytest.mark.parametrize("faults,rewards", [(1, [0.0, 0.0, 0.0]), (9, [0.0, 0.0, None])])
+def test_an_environment_that_fails_is_tried_again_then_not_graded(roller, task, monkeypatch, faults, rewards):
+    real, failed = roller.host.start, []
 
     async def start(task):
-        calls.append(task)
-        if len(calls) == 1:
+        attempt = asyncio.current_task()
+        if len(failed) < faults and failed in ([], [attempt] * len(failed)):
+            failed.append(attempt)
             raise SandboxError("no room")
         return await real(task)
 
     monkeypatch.setattr(roller.host, "start", start)
     groups = asyncio.run(roll_step(roller, [task], attempts=3, states=0, forks=0, seed="s"))
-    assert sorted(groups[0].rewards, key=str) == [0.0, 0.0, None]
+    assert sorted(groups[0].rewards, key=str) == rewards
+    assert len(failed) == min(faults, 2)
 
 
 def test_states_are_chosen_from_every_task_before_any_task_gives_two():
