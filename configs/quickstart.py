@@ -66,6 +66,9 @@ def get_config() -> ml_collections.ConfigDict:
     c.agent.output_limit = 400
     # Unpublished; content-free, so that the terminal is the only source of information.
     c.agent.retry_message = "not solved yet"
+    # Turns of a recovery: fresh (as many as any attempt; an attempt that used all of its own can be recovered) |
+    # remaining (those that the failed attempt had left). Unpublished.
+    c.agent.recovery_budget = "fresh"
 
     c.base = ml_collections.ConfigDict()  # warm-up on scripted attempts
     c.base.examples = 1500
@@ -102,6 +105,9 @@ def get_config() -> ml_collections.ConfigDict:
     c.rl.attempts = 8  # G, attempts of a root group
     c.rl.states = 32  # failure states a step; 0 is plain GRPO
     c.rl.forks = 8  # K, recoveries of a failure state
+    # Where recoveries start: end (of the failed attempt, as in ReTerm-10K; what RL did is unpublished) | error (after
+    # the first turn whose error was not repaired) | uniform (after any of its turns)
+    c.rl.fork_at = "end"
     c.rl.recovery_weight = 1.0  # weight of recovery tokens against root tokens (unpublished; equal)
     c.rl.temperature = 0.7  # of sampling, and of the trainer's logprobs; at 1 the tail of so small a model is noise
     c.rl.objective = "ppo_clip"  # or module.py:function

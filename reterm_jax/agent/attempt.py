@@ -17,7 +17,7 @@ Ended = Literal["submit", "turn_limit", "token_limit", "time_limit", "overflow",
 
 @dataclasses.dataclass(frozen=True)
 class AgentLimits:
-    """Bounds of one attempt; a recovery gets its own turns and its own time, but shares the tokens with its prefix.
+    """Bounds of one attempt; a recovery gets its own time, but shares the tokens with its prefix.
 
     Attributes:
       max_turns: policy turns of this attempt.
@@ -26,6 +26,8 @@ class AgentLimits:
       command_timeout: seconds that one command may run.
       attempt_timeout: seconds for the attempt, sampling included; the task's own limit holds too.
       output_limit: characters of a command's output that the policy sees, half from each end.
+      recovery_budget: turns of a recovery: as many as any attempt (`fresh`), or what was left of the failed attempt's
+        at the moment it is forked (`remaining`; there is none to recover from where it used them all).
     """
 
     max_turns: int
@@ -34,11 +36,20 @@ class AgentLimits:
     command_timeout: float
     attempt_timeout: float
     output_limit: int = 10_000
+    recovery_budget: str = "fresh"
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
-            if not getattr(self, field.name) > 0:
+            if field.name != "recovery_budget" and not getattr(self, field.name) > 0:
                 raise ValueError(f"limit {field.name} is {getattr(self, field.name)}; it must be positive")
+        if self.recovery_budget not in ("fresh", "remaining"):
+            raise ValueError(f"limit recovery_budget is {self.recovery_budget!r}; it must be 'fresh' or 'remaining'")
+
+    def recovery_turns(self, prefix: Transcript) -> int:
+        """Turns of a recovery that continues `prefix`; at most 0 where it may not have any."""
+        if self.recovery_budget == "fresh":
+            return self.max_turns
+        return self.max_turns - sum(span.source == "policy" for span in prefix.spans)
 
 
 @dataclasses.dataclass
@@ -56,6 +67,7 @@ class Attempt:
       parent: id of the FailureState that it started from; None for a root attempt.
       depth: failures before it on its way: 0 for a root attempt.
       version: the oldest weights that sampled any of its tokens; -1 if it sampled none.
+      forked_after: own turns before its failure state; None where it left none.
     """
 
     id: str
@@ -69,6 +81,7 @@ class Attempt:
     parent: str | None = None
     depth: int = 0
     version: int = -1
+    forked_after: int | None = None
 
     @property
     def solved(self) -> bool:
@@ -116,12 +129,12 @@ class Attempt:
 
 @dataclasses.dataclass(frozen=True)
 class FailureState:
-    """Where a failed attempt ended: the sandbox as it left it, and all that was said.
+    """A moment of a failed attempt: the sandbox as it was then, and all that had been said.
 
     Attributes:
-      snapshot: taken before the verifier ran.
+      snapshot: taken before the verifier ran, right after the last of `turns`.
       transcript: ends with a policy turn; what its last command printed is in `turns`.
-      turns: of the failed attempt.
+      turns: of the failed attempt up to that moment, which is its end unless `fork_points` chose another.
       version: the weights that failed.
       depth: 0: failed from the task's start.
       attempt_id: the failed attempt (its sampler session holds the prefix's cache).
@@ -138,13 +151,18 @@ class FailureState:
 
     @classmethod
     def of(cls, attempt: Attempt, snapshot: Snapshot) -> FailureState:
+        """The state that `snapshot` belongs to: after `attempt.forked_after` turns, or the end."""
+        turns = len(attempt.turns) if attempt.forked_after is None else attempt.forked_after
+        transcript = attempt.transcript.until_turn(turns, after=attempt.prefix_len)
+        _, _, _, versions_T = transcript.arrays()
+        own_T = versions_T[attempt.prefix_len :]
         return cls(
             id=attempt.id,
             task_id=attempt.task_id,
             snapshot=snapshot,
-            transcript=attempt.transcript.fork(),
-            turns=tuple(attempt.turns),
-            version=attempt.version,
+            transcript=transcript,
+            turns=tuple(attempt.turns[:turns]),
+            version=min(own_T[own_T >= 0].tolist(), default=attempt.version),
             depth=attempt.depth,
             attempt_id=attempt.id,
         )

@@ -10,6 +10,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 
 from reterm_jax.agent.attempt import AgentLimits, Attempt, Ended, FailureState
+from reterm_jax.agent.fork_points import ForkAt, ForkPoints
 from reterm_jax.agent.protocol import BASH_SCHEMA, SYSTEM_PROMPT, ParsedTurn, parse_turn, render_turn
 from reterm_jax.agent.turns import Turn, observation
 from reterm_jax.rollout.samplers.base import Completion, Sampler, SamplerError
@@ -67,6 +68,7 @@ async def run_attempt(
     start: FailureState | None = None,
     retry_message: str | None = None,
     keep_failure: bool = False,
+    fork_at: ForkAt = "end",
     attempt_id: str | None = None,
     temperature: float = 1.0,
     system_prompt: str = SYSTEM_PROMPT,
@@ -82,16 +84,17 @@ async def run_attempt(
       seed: with the turn's number it gives the seed of each sampling call.
       start: the failed state that this attempt recovers from.
       retry_message: for recoveries, the tool message that follows the failed attempt.
-      keep_failure: save the state in which a failed attempt ends, before the verifier runs.
+      keep_failure: save a state of a failed attempt, before the verifier runs.
+      fork_at: which one, see `fork_points`; `attempt.forked_after` says how many of the turns it comes after.
       release: called with a snapshot that turned out not to be wanted; without it the snapshot stays until its host
         closes.
 
     Returns:
-      The attempt; and the snapshot, where `keep_failure` is set, the attempt was graded and not solved, and its
-      transcript leaves room for a turn.
+      The attempt; and the snapshot, where `keep_failure` is set, the attempt was graded and not solved, and the
+      limits leave room for a turn.
 
     Raises:
-      ValueError: a recovery whose failed attempt was submitted needs a `retry_message` to go on.
+      ValueError: `fork_at` is unknown; or a recovery of an attempt that was submitted has no `retry_message` to go on.
     """
     if attempt_id is None:
         attempt_id = f"{start.id if start else task.id}/{seed}"
@@ -105,18 +108,21 @@ async def run_attempt(
             attempt_id, task.id, start.transcript.fork(), len(start.transcript), parent=start.id, depth=start.depth + 1
         )
     episode = _Episode(task, sandbox, sampler, chat, limits, attempt, seed, temperature)
-    snapshot, wanted = None, False
+    points = ForkPoints(fork_at, episode.save, release, seed) if keep_failure else None
+    episode.points = points
     try:
         await episode.act(opening, start.attempt_id if start else None)
         if attempt.outcome is None:
-            if keep_failure and episode.recoverable:
-                snapshot = await episode.save()
+            if points is not None:
+                await points.after_turn(attempt.turns, last=True)
             attempt.outcome = await episode.judge()
-        wanted = attempt.outcome.graded and not attempt.outcome.solved
-        return attempt, snapshot if wanted else None
+        if points is None or not attempt.outcome.graded or attempt.outcome.solved:
+            return attempt, None
+        attempt.forked_after, snapshot = points.take() or (None, None)
+        return attempt, snapshot
     finally:
-        if snapshot is not None and not wanted and release is not None:
-            await release(snapshot)
+        if points is not None:
+            await points.release()
 
 
 def _retry_ids(start: FailureState, retry_message: str | None, chat: ChatFormat) -> list[int]:
@@ -146,6 +152,8 @@ class _Episode:
     ):
         self.task, self.sandbox, self.sampler, self.chat = task, sandbox, sampler, chat
         self.limits, self.attempt, self.seed, self.temperature = limits, attempt, seed, temperature
+        self.points: ForkPoints | None = None
+        self.max_turns = limits.recovery_turns(attempt.transcript) if attempt.prefix_len else limits.max_turns
         allowed = min(limits.attempt_timeout, task.config.agent.timeout_sec or limits.attempt_timeout)
         self.deadline = time.monotonic() + allowed
 
@@ -189,10 +197,12 @@ class _Episode:
                 return "time_limit"
             turn = await self._run(parsed)
             attempt.turns.append(turn)
-            if len(attempt.turns) >= limits.max_turns:
+            if len(attempt.turns) >= self.max_turns:
                 return "turn_limit"
             if time.monotonic() >= self.deadline:
                 return "time_limit"
+            if self.points is not None:
+                await self.points.after_turn(attempt.turns)
             between = self.chat.turn_boundary_ids(observation(turn), ids[-1] == self.chat.stop_id)
 
     async def _sample(self, between: Sequence[int], max_tokens: int, parent: str | None) -> Completion | None:
@@ -239,18 +249,21 @@ class _Episode:
     def recoverable(self) -> bool:
         """Whether a recovery could go on from here: there is a turn to answer, and room for that and another turn."""
         attempt = self.attempt
-        if not attempt.turns or attempt.ended == "token_limit":
+        if not attempt.turns or self.limits.recovery_turns(attempt.transcript) <= 0:
             return False
         answer = self.chat.turn_boundary_ids([observation(attempt.turns[-1]), RETRY_MESSAGE], False)
         return len(attempt.transcript) + len(answer) + self.limits.max_turn_tokens <= self.limits.max_tokens
 
     async def save(self) -> Snapshot | None:
-        """The state as the attempt leaves it; None where it cannot be saved, which takes nothing from the verdict."""
+        """The state as it is now; None where no recovery could go on from it, or where it cannot be saved, which takes
+        nothing from the verdict."""
+        if not self.recoverable:
+            return None
         try:
             with self._timed("snapshot"):
                 return await self.sandbox.snapshot()
         except Exception as error:
-            logging.warning("attempt %s: its failed state could not be saved: %r", self.attempt.id, error)
+            logging.warning("attempt %s: its state could not be saved: %r", self.attempt.id, error)
             return None
 
     async def judge(self) -> Outcome:

@@ -46,6 +46,8 @@ _CODE = re.compile(
     re.IGNORECASE,
 )
 
+_PROGRAM = re.compile(r"\s*(?:cd\s+\S+\s*(?:&&|;|\n)\s*|[A-Za-z_]\w*=\S*\s+|sudo\s+)*([^\s;&|()<>]+)")
+
 
 def label_turn(turn: Turn, previous: Turn | None = None) -> str | None:
     """The category of one turn, or None where nothing went wrong. `previous` is the turn before it."""
@@ -73,6 +75,30 @@ def label_turn(turn: Turn, previous: Turn | None = None) -> str | None:
 def label_turns(turns: Sequence[Turn]) -> list[str | None]:
     """The category of each turn of an attempt."""
     return [label_turn(turn, before) for before, turn in zip([None, *turns], turns, strict=False)]
+
+
+def unrepaired(turns: Sequence[Turn]) -> list[int]:
+    """Indices of the turns that went wrong and were not made good later.
+
+    An error counts as repaired once the same program runs without one: the `cat` of a path that is not there by the
+    `cat` of another path, a failed `pytest` by one that passes, a malformed call by any call that is well formed.
+    """
+    labels = label_turns(turns)
+    return [
+        index
+        for index, label in enumerate(labels)
+        if label is not None
+        and not any(
+            later is None and (turns[index].error is not None or _program(turn) == _program(turns[index]))
+            for turn, later in zip(turns[index + 1 :], labels[index + 1 :], strict=True)
+        )
+    ]
+
+
+def _program(turn: Turn) -> str:
+    """The first word of a command, behind changes of directory, assignments and `sudo`."""
+    found = _PROGRAM.match(turn.command or "")
+    return found[1] if found else ""
 
 
 def _failed(turn: Turn) -> bool:

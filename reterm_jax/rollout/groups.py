@@ -13,6 +13,7 @@ import random
 from collections.abc import Sequence
 
 from reterm_jax.agent.episode import AgentLimits, Attempt, FailureState, run_attempt
+from reterm_jax.agent.fork_points import ForkAt
 from reterm_jax.rollout.live_processes import LiveProcesses
 from reterm_jax.rollout.samplers.base import Sampler
 from reterm_jax.sandbox.base import SandboxError, SandboxHost
@@ -45,6 +46,7 @@ class Roller:
       retry_message: text that opens a recovery, in the tool role.
       temperature: of sampling; the trainer's logprobs must use the same.
       live_processes: what becomes of failure states in which processes were alive.
+      fork_at: which state of a failed attempt its recoveries start from, see `agent.fork_points`.
     """
 
     host: SandboxHost
@@ -55,6 +57,7 @@ class Roller:
     retry_message: str
     temperature: float = 1.0
     live_processes: LiveProcesses = LiveProcesses()
+    fork_at: ForkAt = "end"
 
     async def root_group(
         self, task: Task, size: int, seed: str, gate: asyncio.Semaphore, keep: bool
@@ -113,6 +116,7 @@ class Roller:
                     start=start,
                     retry_message=self.retry_message if start else None,
                     keep_failure=keep,
+                    fork_at=self.fork_at,
                     attempt_id=name,
                     temperature=self.temperature,
                     release=self.host.release,

@@ -83,6 +83,21 @@ class Transcript:
         """An independent copy to continue from."""
         return Transcript(self._spans)
 
+    def until_turn(self, turns: int, *, after: int = 0) -> Transcript:
+        """A copy that ends with the `turns`-th policy span of those behind the first `after` ids.
+
+        Raises TranscriptError where there are not as many.
+        """
+        start = 0
+        for index, span in enumerate(self._spans):
+            if turns == 0 and start >= after:
+                return Transcript(self._spans[:index])
+            turns -= span.source == "policy" and start >= after
+            start += len(span.ids)
+        if turns:
+            raise TranscriptError(f"{self!r} has {turns} policy spans too few behind its first {after} ids")
+        return self.fork()
+
     def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """The transcript as arrays of shape [T], T = len(self).
 

@@ -4,6 +4,7 @@ With `states` = 0 this is plain GRPO. A step is a function of (seed, step, param
 from its last checkpoint and does the lost steps again, with the same attempts.
 """
 
+import dataclasses
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from reterm_jax.agent.fork_points import FORK_AT, ForkAt
 from reterm_jax.checkpoint.checkpointer import Checkpointer
 from reterm_jax.rollout.groups import Group, Roller, roll_step, seed_of
 from reterm_jax.rollout.samplers.jax import JaxSampler
@@ -32,6 +34,7 @@ class RLConfig:
             with 0 the run ends after SFT.
         tasks, attempts: root groups a step, and attempts in each (G).
         states, forks: failure states chosen a step, and recoveries from each (K); states = 0 is plain GRPO.
+        fork_at: which state of a failed attempt its recoveries start from, see `agent.fork_points`.
         recovery_weight: factor on the loss of recovery tokens.
         standardise: divide advantages by the group's standard deviation.
         row_length: tokens of a packed row.
@@ -44,6 +47,7 @@ class RLConfig:
     attempts: int
     states: int
     forks: int
+    fork_at: ForkAt
     recovery_weight: float
     standardise: bool
     epochs: int
@@ -60,6 +64,8 @@ class RLConfig:
         for field in ("steps", "states", "forks", "recovery_weight"):
             if getattr(self, field) < 0:
                 raise ValueError(f"{field} must not be negative, got {getattr(self, field)}")
+        if self.fork_at not in FORK_AT:
+            raise ValueError(f"fork_at {self.fork_at!r} is unknown; one of {', '.join(FORK_AT)}")
         if self.states and not self.forks:
             raise ValueError("forks is 0 while states is not; set states=0 for plain GRPO")
 
@@ -90,7 +96,7 @@ async def run(
         sampler.update(state.params, step)
         sampler.tokens_sampled = 0
         groups = await roll_step(
-            roller,
+            dataclasses.replace(roller, fork_at=config.fork_at),
             choose_tasks(tasks, config.tasks, config.seed, step),
             attempts=config.attempts,
             states=config.states,

@@ -259,6 +259,75 @@ def test_failures_deepen(run, fakes):
     assert deeper.depth == 1 and len(deeper.turns) == 1 and len(deeper.transcript) > again.prefix_len > 0
 
 
+def test_an_error_that_was_not_repaired_is_where_recoveries_start(run, chat, fakes):
+    """The second `cat` repairs the first error, so its snapshot goes; that of `make` stays; the end is not saved."""
+    wrong = ExecResult("no such file\n", 1, 0.1, False)
+    sandbox = fakes.FakeSandbox(answers={"cat file": wrong, "make": wrong})
+    says = [fakes.does(text) for text in ("cat file", "cat notes", "make", "ls", SUBMIT)]
+    options = {"sandbox": sandbox, "keep_failure": True, "limits": limits_of(fakes, max_turns=9)}
+    failed, snapshot, sampler, _, released = run(*says, fork_at="error", **options)
+    assert sandbox.log == ["cat file", "SNAPSHOT", "cat notes", "make", "SNAPSHOT", "ls", "VERIFY"]
+    assert [s.id for s in released] == ["snapshot-2"] and snapshot.id == "snapshot-5"
+    assert failed.forked_after == 3 and len(failed.turns) == 5
+    state = FailureState.of(failed, snapshot)
+    assert [turn.command for turn in state.turns] == ["cat file", "cat notes", "make"]
+    # The prefix is what the sampler had seen when it was about to answer the error.
+    assert [*state.transcript.ids, *chat.turn_boundary_ids("no such file\n(exit code 1)", True)] == (
+        sampler.calls[3]["ids"]
+    )
+    recovery, _, again, *_ = run(fakes.does(SUBMIT), start=state, retry_message=RETRY_MESSAGE)
+    assert recovery.prefix_len == len(state.transcript) < len(failed.transcript)
+    assert chat.tokenizer.decode(again.calls[0]["ids"]).count("no such file\n(exit code 1)") == 2
+
+
+def test_the_end_is_forked_where_no_error_shows(run, fakes):
+    failed, snapshot, *_ = run(fakes.does("ls"), fakes.does(SUBMIT), keep_failure=True, fork_at="error")
+    assert failed.forked_after == 2 and FailureState.of(failed, snapshot).transcript == failed.transcript
+
+
+@pytest.mark.parametrize("fork_at", ["error", "uniform"])
+def test_states_saved_on_the_way_go_when_the_attempt_succeeds(run, fakes, fork_at):
+    sandbox = fakes.FakeSandbox(reward="1", answers={"make": ExecResult("no", 1, 0.1, False)})
+    attempt, snapshot, *_, released = run(
+        fakes.does("make"), fakes.does(SUBMIT), sandbox=sandbox, keep_failure=True, fork_at=fork_at
+    )
+    assert attempt.solved and snapshot is None and attempt.forked_after is None
+    assert len(released) == sandbox.log.count("SNAPSHOT") > 0
+
+
+def test_uniform_takes_every_turn_as_often(run, fakes):
+    taken, says = [], [*(fakes.does("ls") for _ in range(2)), fakes.does(SUBMIT)]
+    for seed in range(240):
+        sandbox = fakes.FakeSandbox()
+        failed, snapshot, *_, released = run(*says, sandbox=sandbox, keep_failure=True, fork_at="uniform", seed=seed)
+        taken.append(failed.forked_after)
+        assert len(released) == sandbox.log.count("SNAPSHOT") - 1
+        # Moment of the snapshot: as many commands before it as turns in the prefix (the submit runs none).
+        before = sandbox.log[: int(snapshot.id.split("-")[1]) - 1]
+        assert before.count("ls") == min(failed.forked_after, 2)
+    counts = np.bincount(taken, minlength=4)[1:]
+    assert counts.sum() == 240 and (abs(counts - 80) < 27).all()  # 3.7 standard deviations; the seeds are fixed
+
+
+def test_an_unknown_fork_point_is_named(run, fakes):
+    with pytest.raises(ValueError, match="fork_at 'start' is unknown; one of end, error, uniform"):
+        run(fakes.does(SUBMIT), keep_failure=True, fork_at="start")
+
+
+def test_a_recovery_has_the_turns_that_were_left(run, fakes):
+    limits = limits_of(fakes, max_turns=5, recovery_budget="remaining", max_tokens=2000)
+    failed, snapshot, *_ = run(*[fakes.does("ls")] * 2, fakes.does(SUBMIT), limits=limits, keep_failure=True)
+    state = FailureState.of(failed, snapshot)
+    recovery, again, *_ = run(fakes.does("ls"), start=state, retry_message="again", limits=limits, keep_failure=True)
+    assert recovery.ended == "turn_limit" and len(recovery.turns) == 2
+    assert again is None  # no turn is left for its own recovery
+    assert run(fakes.does("ls"), limits=limits, keep_failure=True)[1] is None
+    fresh, *_ = run(fakes.does("ls"), start=state, retry_message="again", limits=limits_of(fakes, max_tokens=2000))
+    assert len(fresh.turns) == 4
+    with pytest.raises(ValueError, match="recovery_budget is 'none'"):
+        limits_of(fakes, recovery_budget="none")
+
+
 def test_an_attempt_survives_json(run, fakes):
     attempt, *_ = run(fakes.does("ls"), fakes.does(SUBMIT))
     assert Attempt.from_dict(json.loads(json.dumps(attempt.to_dict()))) == attempt

@@ -1,6 +1,6 @@
 import pytest
 
-from reterm_jax.agent.errors import CATEGORIES, label_turn, label_turns
+from reterm_jax.agent.errors import CATEGORIES, label_turn, label_turns, unrepaired
 from reterm_jax.agent.turns import Turn
 
 
@@ -44,3 +44,26 @@ def test_submitting_after_a_failure_is_a_fault_of_verification():
     assert label_turns(turns) == [None, "planning", "verification"]
     assert label_turns([ran("ls", "", 0), Turn("", "submit")]) == [None, None]
     assert label_turns([]) == []
+
+
+@pytest.mark.parametrize(
+    ("commands", "expected"),
+    [
+        (["!cat a", "ls", "cat b"], []),
+        (["!cat a", "ls", "!cat b"], [0, 2]),
+        (["!cd /app && make -j2", "LANG=C make", "submit"], []),
+        (["!make", "ls", "submit"], [0]),
+        (["ls", "!make", "submit"], [1, 2]),  # submitted on top of a failure, which is an error of its own
+        ([None, "!make", "ls"], [1]),
+        ([None, None], [0, 1]),
+        (["ls", "submit"], []),
+    ],
+)
+def test_errors_are_repaired_by_the_same_program(commands, expected):
+    def made(command):
+        if command is None:
+            return Turn("", error="malformed")
+        code = None if command == "submit" else int(command.startswith("!"))
+        return Turn("", command.lstrip("!"), "no such file" if code else "", code)
+
+    assert unrepaired([made(command) for command in commands]) == expected

@@ -1,6 +1,7 @@
 """Root groups and recoveries in real sandboxes, played by scripts instead of a policy."""
 
 import asyncio
+import dataclasses
 import shutil
 from types import SimpleNamespace
 
@@ -51,6 +52,26 @@ def test_recoveries_start_from_the_state_that_the_failure_left(roller, task):
         for attempt in group.attempts:
             assert attempt.prefix_len == len(failed.transcript)
             assert attempt.transcript.ids[: attempt.prefix_len] == failed.transcript.ids
+
+
+def test_a_fork_at_an_error_finds_the_files_of_that_moment(roller, task):
+    """What the attempt did after its unrepaired error is not in the sandbox that a recovery gets."""
+    actions = [families.Action("try", command) for command in ("touch /app/early", "false", "touch /app/late")]
+    policy = ScriptedPolicy(roller.chat, [*actions, families.SUBMIT])
+    roller = dataclasses.replace(roller, sampler=policy, fork_at="error")
+
+    async def go():
+        gate = asyncio.Semaphore(3)
+        _, state = await roller.attempt(task, "failed", gate, start=None, keep=True)
+        sandbox = await roller.host.fork(state.snapshot, task)
+        listed = await sandbox.exec("ls /app", timeout=5)
+        await sandbox.close()
+        await roller.host.release(state.snapshot)
+        return state, listed.output.split()
+
+    state, files = asyncio.run(go())
+    assert [turn.command for turn in state.turns] == ["touch /app/early", "false"]
+    assert "early" in files and "late" not in files
 
 
 def test_no_snapshot_outlives_the_step(roller, task, monkeypatch):
