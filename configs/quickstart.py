@@ -108,6 +108,15 @@ def get_config() -> ml_collections.ConfigDict:
     # Where recoveries start: end (of the failed attempt, as in ReTerm-10K; what RL did is unpublished) | error (after
     # the first turn whose error was not repaired) | uniform (after any of its turns)
     c.rl.fork_at = "end"
+    # Which failures are forked: balanced (over tasks) | target (tasks whose recovery rate is near `target_rate`: states
+    # that are always or never recovered teach nothing) | all (of them, whatever `states` says, unless it is 0)
+    c.rl.choose = "balanced"  # unpublished; needs no estimates, of which 12 steps give few
+    c.rl.target_rate = 0.5  # where a group's spread is largest
+    c.rl.max_depth = 1  # failures before a recovery; 2 also forks failed recoveries, in the step after
+    # Versions that a failure may be old when it is forked. 0: failures of the same step only, so that no snapshot
+    # outlives its step, and a resumed run goes on as if it had not been stopped.
+    c.rl.pool_staleness = 0
+    c.rl.pool_size = 256  # failures that wait, at most: a step has as many attempts
     c.rl.recovery_weight = 1.0  # weight of recovery tokens against root tokens (unpublished; equal)
     c.rl.temperature = 0.7  # of sampling, and of the trainer's logprobs; at 1 the tail of so small a model is noise
     c.rl.objective = "ppo_clip"  # or module.py:function
@@ -115,7 +124,10 @@ def get_config() -> ml_collections.ConfigDict:
     c.rl.aggregation = "sequence"  # or "token", or "constant" (divided by agent.max_tokens)
     c.rl.clip_low = 0.2
     c.rl.clip_high = 0.28
-    c.rl.standardise = False
+    # mean (of the group) | leave_one_out | length (weighted by length: least variance for long attempts)
+    c.rl.baseline = "mean"  # GRPO's
+    c.rl.standardise = False  # it weighs groups that are nearly always solved or failed more than balanced ones
+    c.rl.failed_credit = 0.0  # share of its recoveries' reward that a failed attempt gets; the method has none
     c.rl.learning_rate = 3e-4
     c.rl.warmup = 0.12  # Adam's first updates are as large as any, whatever the gradient
     c.rl.schedule = "constant"

@@ -7,15 +7,15 @@ so a step that is done again after a crash samples the same attempts.
 
 import asyncio
 import dataclasses
-import hashlib
 import logging
-import random
 from collections.abc import Sequence
 
 from reterm_jax.agent.episode import AgentLimits, Attempt, FailureState, run_attempt
 from reterm_jax.agent.fork_points import ForkAt
 from reterm_jax.rollout.live_processes import LiveProcesses
+from reterm_jax.rollout.pool import FailurePool, PoolConfig
 from reterm_jax.rollout.samplers.base import Sampler
+from reterm_jax.rollout.seeds import seed_of
 from reterm_jax.sandbox.base import SandboxError, SandboxHost
 from reterm_jax.tasks.outcome import Outcome
 from reterm_jax.tasks.task import Task
@@ -61,7 +61,7 @@ class Roller:
 
     async def root_group(
         self, task: Task, size: int, seed: str, gate: asyncio.Semaphore, keep: bool
-    ) -> tuple[Group, list]:
+    ) -> tuple[Group, list[FailureState]]:
         """Runs `size` attempts from the task's start. Returns the group and the failure states of its failures."""
 
         async def one(index: int):
@@ -73,15 +73,13 @@ class Roller:
         return Group("root", task.id, tuple(attempt for attempt, _ in results)), states
 
     async def recovery_group(
-        self, task: Task, state: FailureState, forks: int, seed: str, gate: asyncio.Semaphore
-    ) -> Group:
-        """Runs `forks` independent recoveries from one failure state."""
-
-        async def one(index: int):
-            attempt, _ = await self.attempt(task, f"{seed}/{index}", gate, start=state, keep=False)
-            return attempt
-
-        return Group("recovery", task.id, tuple(await asyncio.gather(*(one(i) for i in range(forks)))), state)
+        self, task: Task, state: FailureState, forks: int, seed: str, gate: asyncio.Semaphore, keep: bool = False
+    ) -> tuple[Group, list[FailureState]]:
+        """Runs `forks` recoveries from one failure state. Returns the group and, with `keep`, the states it left."""
+        runs = (self.attempt(task, f"{seed}/{index}", gate, start=state, keep=keep) for index in range(forks))
+        results = await asyncio.gather(*runs)
+        group = Group("recovery", task.id, tuple(attempt for attempt, _ in results), state)
+        return group, [left for _, left in results if left is not None]
 
     async def attempt(
         self, task: Task, name: str, gate: asyncio.Semaphore, *, start: FailureState | None, keep: bool
@@ -138,46 +136,45 @@ class Roller:
         return attempt, FailureState.of(attempt, snapshot) if snapshot is not None else None
 
 
-def seed_of(name: str) -> int:
-    """A 31-bit seed from a name such as `7/step12/task3/0`."""
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big") & 0x7FFFFFFF
-
-
-def choose_states(states_by_task: Sequence[Sequence[FailureState]], count: int, seed: str) -> list[FailureState]:
-    """Picks failure states balanced over tasks: one of each task first, then second ones, and so on.
-
-    Args:
-      states_by_task: the candidates of each root group.
-      count: how many to pick at most.
-      seed: makes the choice repeatable.
-    """
-    rng = random.Random(seed_of(seed))
-    shuffled = [rng.sample(list(states), len(states)) for states in states_by_task if states]
-    rng.shuffle(shuffled)
-    chosen: list[FailureState] = []
-    for depth in range(max(map(len, shuffled), default=0)):
-        chosen += [states[depth] for states in shuffled if depth < len(states)]
-    return chosen[:count]
-
-
 async def roll_step(
-    roller: Roller, tasks: Sequence[Task], *, attempts: int, states: int, forks: int, seed: str
+    roller: Roller,
+    tasks: Sequence[Task],
+    *,
+    attempts: int,
+    states: int,
+    forks: int,
+    seed: str,
+    pool: FailurePool | None = None,
 ) -> list[Group]:
     """One step's groups: a root group of `attempts` per task, then `forks` recoveries from each of `states` failures.
 
-    With `states` = 0 this is plain GRPO. Every snapshot made here is released before it returns.
+    With `states` = 0 this is plain GRPO.
+
+    Args:
+      pool: holds the failures of earlier steps; those of this step that are not chosen join it. Without one, every
+        snapshot made here is released before this returns. The caller ends the pool's step.
     """
+    if pool is None:
+        async with FailurePool(PoolConfig(), roller.host.release) as pool:
+            return await roll_step(roller, tasks, attempts=attempts, states=states, forks=forks, seed=seed, pool=pool)
     gate = asyncio.Semaphore(roller.concurrent)
     roots = await asyncio.gather(
         *(roller.root_group(t, attempts, f"{seed}/root{i}", gate, states > 0) for i, t in enumerate(tasks))
     )
-    candidates = [found for _, found in roots]
-    by_id = {task.id: task for task in tasks}
+    for task, (_, found) in zip(tasks, roots, strict=True):
+        pool.add(task, found)
+    chosen = pool.choose(states, f"{seed}/choice") if states else []
     try:
-        chosen = choose_states(candidates, states, f"{seed}/choice")
         recoveries = await asyncio.gather(
-            *(roller.recovery_group(by_id[s.task_id], s, forks, f"{seed}/fork{i}", gate) for i, s in enumerate(chosen))
+            *(
+                roller.recovery_group(task, state, forks, f"{seed}/fork{i}", gate, pool.keeps(state.depth + 1))
+                for i, (task, state) in enumerate(chosen)
+            )
         )
     finally:
-        await asyncio.gather(*(roller.host.release(s.snapshot) for found in candidates for s in found))
-    return [group for group, _ in roots] + list(recoveries)
+        await asyncio.gather(*(roller.host.release(state.snapshot) for _, state in chosen))
+    for (task, _), (_, found) in zip(chosen, recoveries, strict=True):
+        pool.add(task, found)
+    groups = [group for group, _ in recoveries]
+    pool.rates.update((group.task_id, group.rewards) for group in groups)
+    return [group for group, _ in roots] + groups

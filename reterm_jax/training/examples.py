@@ -29,24 +29,64 @@ class Selection:
     ungraded: int  # attempts without a verdict
 
 
-def group_examples(groups: Sequence[Group], *, recovery_weight: float, standardise: bool) -> Selection:
-    """Examples of all attempts whose advantage is not zero.
+def group_examples(
+    groups: Sequence[Group],
+    *,
+    recovery_weight: float,
+    baseline: str = "mean",
+    standardise: bool = False,
+    failed_credit: float = 0.0,
+) -> Selection:
+    """Examples of all attempts that have an advantage other than zero.
 
     Args:
       recovery_weight: factor on the loss of recovery tokens against that of root tokens.
-      standardise: divide a group's advantages by its standard deviation.
+      baseline, standardise: see `group_advantages`.
+      failed_credit: c in [0, 1]. The tokens that led a failed attempt to a state from which its recoveries earned a
+        mean reward V are trained as if it had earned r + c·(V − r), in its group's baseline too: to fail where one can
+        recover is worth more than to fail for good. What it did after that state keeps its own r. Only where both are
+        in the same step.
     """
     attempts = [attempt for group in groups for attempt in group.attempts]
     rewards = [reward for group in groups for reward in group.rewards]
-    group_ids = [index for index, group in enumerate(groups) for _ in group.attempts]
+    group_ids = np.array([index for index, group in enumerate(groups) for _ in group.attempts], int)
     weights = [recovery_weight if group.kind == "recovery" else 1.0 for group in groups for _ in group.attempts]
     graded = np.array([reward is not None for reward in rewards], bool)
     values = np.array([0.0 if reward is None else reward for reward in rewards], np.float32)
-    advantages = group_advantages(values, np.array(group_ids), graded, standardise=standardise)
     examples = [
-        dataclasses.replace(attempt_example(attempt, advantage=float(advantage), weight=weight), group=group)
-        for attempt, advantage, weight, group in zip(attempts, advantages, weights, group_ids, strict=True)
-        if advantage != 0 and weight != 0
+        dataclasses.replace(attempt_example(attempt, weight=weight), group=int(group))
+        for attempt, weight, group in zip(attempts, weights, group_ids, strict=True)
     ]
-    spread = {group_ids[i] for i in np.flatnonzero(advantages)}
-    return Selection(examples, len(groups) - len(spread), int((~graded).sum()))
+    options = {
+        "baseline": baseline,
+        "lengths": np.array([np.count_nonzero(example.loss_mask) for example in examples]),
+        "standardise": standardise,
+    }
+    advantages = group_advantages(values, group_ids, graded, **options)
+    forked = _recovered(groups) if failed_credit else {}
+    credited = np.array(
+        [forked.get(attempt.id, (0, value))[1] for attempt, value in zip(attempts, values, strict=True)]
+    )
+    before = group_advantages(values + failed_credit * (credited - values), group_ids, graded, **options)
+
+    trained = []
+    for attempt, example, advantage, earlier in zip(attempts, examples, advantages, before, strict=True):
+        value = float(advantage)
+        if forked:
+            # Up to the state that was forked; all of an attempt that was not, whose baseline may have moved.
+            until, _ = forked.get(attempt.id, (len(example.ids), 0.0))
+            value = np.where(np.arange(len(example.ids)) < until, earlier, advantage).astype(np.float32)
+        if np.any(value) and example.weight != 0:
+            trained.append(dataclasses.replace(example, advantage=value))
+    spread = set(group_ids[(advantages != 0) | (before != 0)].tolist())
+    return Selection(trained, len(groups) - len(spread), int((~graded).sum()))
+
+
+def _recovered(groups: Sequence[Group]) -> dict[str, tuple[int, float]]:
+    """By failed attempt: how many of its ids led to the state that was forked, and the mean reward from there."""
+    found = {}
+    for group in groups:
+        earned = [reward for reward in group.rewards if reward is not None]
+        if group.state is not None and earned:
+            found[group.state.attempt_id] = len(group.state.transcript), float(np.mean(earned))
+    return found

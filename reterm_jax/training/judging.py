@@ -139,7 +139,7 @@ async def fork_trees(roller: Roller, tasks: Sequence[Task], count: int, seed: in
         family = task.metadata.get("family", "tasks")
         try:
             listing = await _listing(roller, task, state)
-            group = await roller.recovery_group(task, state, forks, f"tree/{task.id}/fork", gate)
+            group, _ = await roller.recovery_group(task, state, forks, f"tree/{task.id}/fork", gate)
         finally:
             await roller.host.release(state.snapshot)
         trees.append(

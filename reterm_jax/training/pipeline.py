@@ -250,10 +250,10 @@ class _Stages:
                     return checkpointer.restore_params(self._abstract_params)
                 updates = rl.loop.steps * rl.loop.epochs * rl.loop.updates
                 optimizer = make_optimizer(rl.optimizer, param_specs(model.config), updates)
-                first = checkpointer.latest_step or 0
+                first, saved = checkpointer.latest_step or 0, None
                 if first:
                     abstract = abstract_state(abstract_params(model.config), optimizer, model.mesh, model.shardings)
-                    state, _ = checkpointer.restore(abstract)
+                    state, saved = checkpointer.restore(abstract)
                 else:
                     state = state_from_params(params, optimizer, model.mesh, model.shardings)
                 step = make_rl_step(model.config, rl.step, optimizer, model.mesh, model.shardings)
@@ -268,5 +268,6 @@ class _Stages:
                         first_step=first,
                         checkpointer=checkpointer,
                         metrics=metrics,
+                        saved=saved,
                     )
                 return state.params

@@ -15,8 +15,11 @@ import numpy as np
 
 from reterm_jax.agent.fork_points import FORK_AT, ForkAt
 from reterm_jax.checkpoint.checkpointer import Checkpointer
-from reterm_jax.rollout.groups import Group, Roller, roll_step, seed_of
+from reterm_jax.losses.advantages import BASELINES
+from reterm_jax.rollout.groups import Group, Roller, roll_step
+from reterm_jax.rollout.pool import FailurePool, PoolConfig, RecoveryRates
 from reterm_jax.rollout.samplers.jax import JaxSampler
+from reterm_jax.rollout.seeds import seed_of
 from reterm_jax.tasks.task import Task
 from reterm_jax.tokens.forking import pack_forked
 from reterm_jax.tokens.packing import Example, pack
@@ -35,8 +38,9 @@ class RLConfig:
         tasks, attempts: root groups a step, and attempts in each (G).
         states, forks: failure states chosen a step, and recoveries from each (K); states = 0 is plain GRPO.
         fork_at: which state of a failed attempt its recoveries start from, see `agent.fork_points`.
+        pool: which failure states are chosen, and which wait for a later step.
         recovery_weight: factor on the loss of recovery tokens.
-        standardise: divide advantages by the group's standard deviation.
+        baseline, standardise, failed_credit: of the advantages, see `group_examples`.
         row_length: tokens of a packed row.
         forked: compute what the attempts of a group share once; False computes it for each, to the same effect.
         save_every: steps between checkpoints; the last step is always saved.
@@ -49,13 +53,16 @@ class RLConfig:
     forks: int
     fork_at: ForkAt
     recovery_weight: float
+    baseline: str
     standardise: bool
+    failed_credit: float
     epochs: int
     updates: int
     row_length: int
     forked: bool
     save_every: int
     seed: int
+    pool: PoolConfig = dataclasses.field(default_factory=PoolConfig)
 
     def __post_init__(self) -> None:
         for field in ("tasks", "attempts", "epochs", "updates", "row_length", "save_every"):
@@ -64,6 +71,10 @@ class RLConfig:
         for field in ("steps", "states", "forks", "recovery_weight"):
             if getattr(self, field) < 0:
                 raise ValueError(f"{field} must not be negative, got {getattr(self, field)}")
+        if self.baseline not in BASELINES:
+            raise ValueError(f"baseline {self.baseline!r} is unknown; one of {', '.join(BASELINES)}")
+        if not 0 <= self.failed_credit <= 1:
+            raise ValueError(f"failed_credit must be in [0, 1], got {self.failed_credit}")
         if self.fork_at not in FORK_AT:
             raise ValueError(f"fork_at {self.fork_at!r} is unknown; one of {', '.join(FORK_AT)}")
         if self.states and not self.forks:
@@ -81,7 +92,7 @@ async def run(
     first_step: int,
     checkpointer: Checkpointer,
     metrics: MetricsWriter,
-    metadata: Mapping[str, Any] | None = None,
+    saved: Mapping[str, Any] | None = None,
     log: Callable[[str], None] = print,
 ) -> TrainState:
     """Trains from `first_step` to `config.steps` and returns the final state, which is also saved.
@@ -89,37 +100,58 @@ async def run(
     Args:
         sampler: samples with `state.params` from here on; its version is the number of finished steps.
         state: donated to the first update.
+        saved: the metadata of the checkpoint that `state` was restored from.
     """
-    durations: list[float] = []
-    for step in range(first_step, config.steps):
-        start = time.monotonic()
-        sampler.update(state.params, step)
-        sampler.tokens_sampled = 0
-        groups = await roll_step(
-            dataclasses.replace(roller, fork_at=config.fork_at),
-            choose_tasks(tasks, config.tasks, config.seed, step),
-            attempts=config.attempts,
-            states=config.states,
-            forks=config.forks,
-            seed=f"{config.seed}/step{step}",
+    saved = saved or {}
+    rates = RecoveryRates(config.pool.target_rate, saved.get("recovery_rates"))
+    pool = FailurePool(config.pool, roller.host.release, rates)
+    if saved.get("waiting_states"):
+        log(
+            f"rl: {saved['waiting_states']} failure states waited when the run was cut off; their snapshots went with "
+            "it, so the pool begins empty"
         )
-        rolled = time.monotonic()
-        selection = group_examples(groups, recovery_weight=config.recovery_weight, standardise=config.standardise)
-        values = rollout_metrics(groups)
-        state, trained = _train(config, step, selection.examples, state, train_step)
-        values |= trained
-        values |= {
-            "rollout/no_spread_groups": selection.no_spread,
-            "rollout/ungraded_attempts": selection.ungraded,
-            "rollout/sampled_tokens": sampler.tokens_sampled,
-            "rollout/seconds": rolled - start,
-            "train/seconds": time.monotonic() - rolled,
-        }
-        durations = (durations + [time.monotonic() - start])[-10:]
-        values = metrics.write(step + 1, values)
-        log(_progress_line(config, step, values, durations))
-        if (step + 1) % config.save_every == 0 or step + 1 == config.steps:
-            checkpointer.save(step + 1, state, {**(metadata or {}), "rl_step": step + 1})
+    async with pool:
+        durations: list[float] = []
+        for step in range(first_step, config.steps):
+            start = time.monotonic()
+            sampler.update(state.params, step)
+            sampler.tokens_sampled = 0
+            groups = await roll_step(
+                dataclasses.replace(roller, fork_at=config.fork_at),
+                choose_tasks(tasks, config.tasks, config.seed, step),
+                attempts=config.attempts,
+                states=config.states,
+                forks=config.forks,
+                seed=f"{config.seed}/step{step}",
+                pool=pool,
+            )
+            await pool.end_step(step + 1)
+            rolled = time.monotonic()
+            selection = group_examples(
+                groups,
+                recovery_weight=config.recovery_weight,
+                baseline=config.baseline,
+                standardise=config.standardise,
+                failed_credit=config.failed_credit,
+            )
+            values = rollout_metrics(groups)
+            state, trained = _train(config, step, selection.examples, state, train_step)
+            values |= trained
+            values |= {
+                "rollout/no_spread_groups": selection.no_spread,
+                "rollout/ungraded_attempts": selection.ungraded,
+                "rollout/sampled_tokens": sampler.tokens_sampled,
+                "rollout/seconds": rolled - start,
+                "recovery/waiting_states": len(pool),
+                "recovery/dropped_states": pool.dropped,
+                "train/seconds": time.monotonic() - rolled,
+            }
+            durations = (durations + [time.monotonic() - start])[-10:]
+            values = metrics.write(step + 1, values)
+            log(_progress_line(config, step, values, durations))
+            if (step + 1) % config.save_every == 0 or step + 1 == config.steps:
+                record = {"rl_step": step + 1, "recovery_rates": pool.rates.to_dict(), "waiting_states": len(pool)}
+                checkpointer.save(step + 1, state, record)
     sampler.update(state.params, config.steps)
     return state
 

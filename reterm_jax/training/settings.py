@@ -11,6 +11,7 @@ from ml_collections import ConfigDict
 from reterm_jax.agent.attempt import AgentLimits
 from reterm_jax.losses.policy_gradient import load_objective
 from reterm_jax.rollout.live_processes import LiveProcesses
+from reterm_jax.rollout.pool import PoolConfig
 from reterm_jax.training.optimizer import OptimizerConfig
 from reterm_jax.training.rl_loop import RLConfig
 from reterm_jax.training.sft_loop import SFTConfig
@@ -74,7 +75,15 @@ def _supervised(name: str, stage: ConfigDict, seed: int) -> Supervised:
 def _reinforcement(config: ConfigDict, limits: AgentLimits) -> Reinforcement:
     rl = config.rl
     with _named("rl"):
-        loop = RLConfig(seed=config.seed, **{f: rl[f] for f in RLConfig.__dataclass_fields__ if f != "seed"})
+        pool = PoolConfig(
+            choose=rl.choose,
+            target_rate=rl.target_rate,
+            max_depth=rl.max_depth,
+            max_staleness=rl.pool_staleness,
+            size=rl.pool_size,
+        )
+        fields = {name: rl[name] for name in RLConfig.__dataclass_fields__ if name not in ("seed", "pool")}
+        loop = RLConfig(seed=config.seed, pool=pool, **fields)
         _check_row(rl.row_length, limits)
         if not rl.temperature > 0:
             raise ValueError(f"temperature must be positive, got {rl.temperature}")

@@ -3,14 +3,14 @@
 import asyncio
 import dataclasses
 import shutil
-from types import SimpleNamespace
 
 import pytest
 from transformers import AutoTokenizer
 
 from reterm_jax.agent.attempt import AgentLimits
 from reterm_jax.agent.scripted import ScriptedPolicy
-from reterm_jax.rollout.groups import Roller, choose_states, roll_step
+from reterm_jax.rollout.groups import Roller, roll_step
+from reterm_jax.rollout.pool import FailurePool, PoolConfig
 from reterm_jax.sandbox import make_host
 from reterm_jax.sandbox.base import SandboxError
 from reterm_jax.tasks import families
@@ -124,9 +124,23 @@ def test_an_environment_that_fails_is_tried_again_then_not_graded(roller, task, 
     assert len(failed) == min(faults, 2)
 
 
-def test_states_are_chosen_from_every_task_before_any_task_gives_two():
-    states = [[SimpleNamespace(task_id=t, id=f"{t}{i}") for i in range(n)] for t, n in (("a", 5), ("b", 1), ("c", 2))]
-    chosen = choose_states(states, 4, "seed")
-    assert sorted(state.task_id for state in chosen[:3]) == ["a", "b", "c"]
-    assert len({state.id for state in chosen}) == 4
-    assert [s.id for s in choose_states(states, 4, "seed")] == [s.id for s in chosen]
+def test_failed_recoveries_are_forked_in_the_step_after(roller, task):
+    """Nobody solves it: the failures of depth 0 and 1 are forked, those of depth 2 are not kept."""
+    (task.tests_dir / "test.sh").write_text("echo 0 > /logs/verifier/reward.txt\n")
+
+    async def go():
+        config = PoolConfig(max_depth=2, max_staleness=9)
+        steps, waiting = [], []
+        async with FailurePool(config, roller.host.release) as pool:
+            for step in range(3):
+                steps.append(await roll_step(roller, [task], attempts=1, states=9, forks=1, seed=f"{step}", pool=pool))
+                await pool.end_step(step + 1)
+                waiting.append([state.depth for state in pool.states])
+        return steps, waiting
+
+    steps, waiting = asyncio.run(go())
+    assert [[g.state.depth for g in groups if g.state] for groups in steps] == [[0], [0, 1], [0, 1]]
+    assert waiting == [[1], [1], [1]]
+    deepest = next(group for group in steps[1] if group.state and group.state.depth == 1)
+    assert deepest.attempts[0].depth == 2 and deepest.state.attempt_id == steps[0][1].attempts[0].id
+    assert list((roller.host.directory.path / "snapshots").iterdir()) == []

@@ -1,9 +1,13 @@
 """Groups to training examples: which tokens, which advantages, what is left out."""
 
-import numpy as np
+import dataclasses
 
-from reterm_jax.agent.attempt import Attempt
+import numpy as np
+import pytest
+
+from reterm_jax.agent.attempt import Attempt, FailureState
 from reterm_jax.rollout.groups import Group
+from reterm_jax.sandbox.base import Snapshot
 from reterm_jax.tasks.outcome import Outcome
 from reterm_jax.tokens.transcript import Span, Transcript
 from reterm_jax.training.examples import group_examples
@@ -38,3 +42,37 @@ def test_groups_without_spread_give_nothing():
     ]
     selection = group_examples(groups, recovery_weight=1.0, standardise=True)
     assert selection.examples == [] and selection.no_spread == 2
+
+
+def test_a_failed_attempt_is_credited_with_what_its_state_was_worth():
+    """Rewards 1, 0, 0; the second attempt's state was recovered from in half of the tries that were graded."""
+    root = Group("root", "task", (attempt("a", 1.0), attempt("b", 0.0), attempt("c", 0.0)))
+    state = FailureState(
+        "b", "task", Snapshot("s", "bubblewrap", "me"), root.attempts[1].transcript.until_turn(1), (), 1, 0, "b"
+    )
+    recoveries = (attempt("d", 1.0, prefix=4), attempt("e", None, prefix=4), attempt("f", 0.0, prefix=4))
+    groups = [root, Group("recovery", "task", recoveries, state)]
+    plain = {e.name: e.advantage for e in group_examples(groups, recovery_weight=1.0).examples}
+    assert plain == pytest.approx({"a": 2 / 3, "b": -1 / 3, "c": -1 / 3, "d": 0.5, "f": -0.5})
+    credited = {e.name: e.advantage for e in group_examples(groups, recovery_weight=1.0, failed_credit=0.8).examples}
+    # The rewards are 1, 0.4 and 0 for what came before the fork, 1, 0 and 0 for what came after it.
+    mean = 1.4 / 3
+    np.testing.assert_allclose(credited["a"], [1 - mean] * 8, rtol=1e-6)
+    np.testing.assert_allclose(credited["b"], [0.4 - mean] * 4 + [-1 / 3] * 4, rtol=1e-6)
+    np.testing.assert_allclose(credited["c"], [-mean] * 8, rtol=1e-6)
+    np.testing.assert_allclose(credited["d"], [0.5] * 8)
+
+
+def test_lengths_count_the_tokens_that_are_trained():
+    long = dataclasses.replace(attempt("a", 1.0), prefix_len=0)
+    groups = [Group("root", "task", (long, attempt("b", 0.0, prefix=5)))]
+    made = group_examples(groups, recovery_weight=1.0, baseline="length").examples
+    np.testing.assert_allclose([e.advantage for e in made], [1 - 5 / 8, -5 / 8])
+
+
+@pytest.mark.parametrize("reward", [None, 0.0])
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("options", [{"standardise": True}, {"baseline": "leave_one_out"}, {"failed_credit": 1.0}])
+def test_groups_that_say_nothing_give_no_example(reward, size, options):
+    group = Group("root", "task", tuple(attempt(str(i), reward) for i in range(size)))
+    assert group_examples([group], recovery_weight=1.0, **options).examples == []

@@ -10,8 +10,8 @@ from reterm_jax.training.rl_loop import RLConfig, choose_tasks
 
 def config(**changes):
     values = dict(
-        steps=2, tasks=2, attempts=4, states=2, forks=4, fork_at="end", recovery_weight=1.0, standardise=False,
-        epochs=3, updates=2, row_length=32, forked=True, save_every=1, seed=0,
+        steps=2, tasks=2, attempts=4, states=2, forks=4, fork_at="end", recovery_weight=1.0, baseline="mean",
+        standardise=False, failed_credit=0.0, epochs=3, updates=2, row_length=32, forked=True, save_every=1, seed=0,
     )  # fmt: skip
     return RLConfig(**{**values, **changes})
 
