@@ -5,7 +5,7 @@ several parameters (queries with their gate, or DeltaNet's queries, keys and val
 
 The way from a tensor to its parameters is a numpy view: axes are moved, split and cut, and nothing is copied. So a part
 of a parameter read from a mapped file reads just that part of the file, and a value assigned to a parameter's view of
-an empty tensor fills the tensor in.
+an empty tensor fills the tensor in. Only methods that JAX arrays have as well are used, so that `split` can be traced.
 """
 
 from __future__ import annotations
@@ -114,14 +114,14 @@ def _delta_net(c: QwenConfig) -> dict[str, _Part]:
     H, V = c.linear_num_value_heads, c.linear_value_head_dim
     D, W = c.hidden_size, c.linear_conv_kernel_dim
     heads = ((G, K), (G, K), (H, V))
-    ends = (G * K, 2 * G * K)
+    parts = (slice(0, G * K), slice(G * K, 2 * G * K), slice(2 * G * K, None))
     fused = 2 * G * K + H * V
 
     def split_projection(x: np.ndarray) -> tuple[np.ndarray, ...]:
-        return tuple(part.T.reshape(D, *shape) for part, shape in zip(np.split(x, ends), heads, strict=True))
+        return tuple(x[part].T.reshape(D, *shape) for part, shape in zip(parts, heads, strict=True))
 
     def split_conv(x: np.ndarray) -> tuple[np.ndarray, ...]:
-        return tuple(part.reshape(*shape, W) for part, shape in zip(np.split(x, ends), heads, strict=True))
+        return tuple(x[part].reshape(*shape, W) for part, shape in zip(parts, heads, strict=True))
 
     projections = ("mixer.q_proj", "mixer.k_proj", "mixer.v_proj")
     convolutions = ("mixer.q_conv", "mixer.k_conv", "mixer.v_conv")
