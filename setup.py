@@ -20,10 +20,12 @@ setuptools.setup(
     install_requires=[
         "absl-py>=2.5",
         "flax>=0.12.8",
+        "httpx2>=2.16",
         "jax>=0.10.2",
         "jinja2>=3.1",
         "matplotlib>=3.11",
         "ml-collections>=1.1",
+        "ml-dtypes>=0.5",
         "numpy>=2.4",
         "optax>=0.2.8",
         "orbax-checkpoint>=0.12.8",
@@ -47,6 +49,8 @@ setuptools.setup(
             "reterm-reap = reterm_jax.cli.reap:run",
             "reterm-export = reterm_jax.cli.export:run",
             "reterm-view = reterm_jax.cli.view:run",
-        ]
+        ],
+        # What vLLM finds where this package is installed beside it (third_party/vllm).
+        "vllm.general_plugins": ["reterm_orbax = reterm_jax.serving.plugin:register"],
     },
 )

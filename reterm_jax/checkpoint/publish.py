@@ -51,8 +51,8 @@ class Publisher:
         unfinished is removed.
       config: the architecture.
       source: a Hugging Face directory, for the tokenizer and what else belongs to the model beside its weights.
-      probe_ids: what the manifest's probe is made of, 2 ids or more. Best is text that the policy knows, such as a task's
-        prompt: where it is lost, rounding moves its logprobs most.
+      probe_ids: what the manifest's probe is made of, 2 ids or more. Best is text that the policy knows, such as a
+        task's prompt: where it is lost, rounding moves its logprobs most.
       keep: how many of the latest versions stay.
     """
 
