@@ -81,6 +81,8 @@ class Publisher:
         _sync(f"publisher of {self.directory}")
         handler = ocp.PyTreeCheckpointHandler(
             save_device_host_concurrent_gb=_IN_FLIGHT_GB,
+            # bfloat16 weights shrink little, and every sampler would pay for it at every update.
+            use_compression=False,
             # Nothing has to leave the devices before `save` returns: what is saved is a copy that nobody changes.
             is_prioritized_key_fn=lambda _: False,
         )
