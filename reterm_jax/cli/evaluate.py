@@ -16,12 +16,16 @@ _WORKDIR = flags.DEFINE_string(
 )
 _CONCURRENT = flags.DEFINE_integer("concurrent", 4, "Sandboxes alive at once.", lower_bound=1)
 _TIMEOUT = flags.DEFINE_float("timeout", 900.0, "Seconds for a solution whose task sets no agent.timeout_sec.")
-_IDS = flags.DEFINE_list("task", [], "Only the tasks of these ids.")
+_IDS = flags.DEFINE_list("task", [], "Only the tasks of these ids; * and ? stand for any characters.")
+_EXCLUDE = flags.DEFINE_list("exclude", [], "Not the tasks of these ids or patterns.")
+_SHUFFLE = flags.DEFINE_integer("shuffle", None, "Seed of a random order.")
+_LIMIT = flags.DEFINE_integer("limit", None, "How many tasks at most, in that order.", lower_bound=1)
+_SHARD = flags.DEFINE_string("shard", "0/1", "I/N: every N-th task from the I-th on; a workdir for each process.")
 
 
 def main(argv: Sequence[str]) -> None:
     if len(argv) != 2:
-        raise app.UsageError("give one path: a directory of Harbor tasks, or one task's directory")
+        raise app.UsageError("give one path: a directory of Harbor tasks, one task's directory, or a registry file")
     from reterm_jax.evaluation.reference import AGENTS, unsound, unsound_table
 
     for agent in _AGENTS.value:
@@ -74,13 +78,14 @@ async def _run(path: Path) -> dict:
 
 
 def _tasks(path: Path) -> list:
-    from reterm_jax.tasks.task import Task, load_tasks
+    from reterm_jax.tasks.dataset import Selection, load_dataset
 
-    tasks = [Task.load(path)] if (path / "task.toml").exists() else load_tasks(path)
-    missing = set(_IDS.value) - {task.id for task in tasks}
-    if missing:
-        raise common.UserError(f"--task: {path} has no task {', '.join(sorted(missing))}")
-    chosen = [task for task in tasks if not _IDS.value or task.id in _IDS.value]
+    try:
+        shard, shards = (int(word) for word in _SHARD.value.split("/"))
+        selection = Selection(tuple(_IDS.value), tuple(_EXCLUDE.value), _SHUFFLE.value, _LIMIT.value, shard, shards)
+    except ValueError as error:
+        raise common.UserError(f"--shard={_SHARD.value}: {error}; give I/N such as 0/4") from None
+    chosen = load_dataset(path, selection)
     for task in chosen:
         if "oracle" in _AGENTS.value and task.solution is None:
             raise common.UserError(f"{task.path / 'solution' / 'solve.sh'}: missing; add it, or give --agent=nop")

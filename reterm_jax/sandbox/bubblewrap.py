@@ -221,7 +221,9 @@ class BubblewrapHost:
 
     async def start(self, task: Task) -> BubblewrapSandbox:
         env = await self._environment(task)
-        return await self._make(self.directory.path / "environments" / _key(task), env)
+        sandbox = await self._make(self.directory.path / "environments" / _key(task), env)
+        await environment.wait_healthy(sandbox, task)
+        return sandbox
 
     async def fork(self, snapshot: Snapshot, task: Task) -> BubblewrapSandbox:
         if snapshot.id not in self._snapshots:

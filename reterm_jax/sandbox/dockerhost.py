@@ -30,6 +30,7 @@ from reterm_jax.sandbox.budget import SnapshotBudget
 from reterm_jax.sandbox.diskwatch import DiskWatch
 from reterm_jax.sandbox.dockerimage import Image, connect
 from reterm_jax.sandbox.dockersandbox import DockerSandbox
+from reterm_jax.sandbox.environment import wait_healthy
 from reterm_jax.sandbox.reaper import HostDir, claim, docker_labels, reap_docker, remove_docker
 
 if TYPE_CHECKING:
@@ -102,6 +103,7 @@ class DockerHost:
                 await sandbox.close()
                 raise
             self._tried.add(key)
+        await wait_healthy(sandbox, task)
         return sandbox
 
     async def fork(self, snapshot: Snapshot, task: Task) -> DockerSandbox:
@@ -237,6 +239,7 @@ class DockerHost:
             working_dir=image.workdir,
             network_mode=image.network,
             cap_drop=["ALL"],
+            cap_add=list(image.capabilities),
             security_opt=["no-new-privileges:true"],
             pids_limit=limits.processes,
             mem_limit=f"{limits.memory_mb}m",

@@ -38,6 +38,7 @@ class Image:
     network: str
     layers: int
     size: int
+    capabilities: tuple[str, ...] = ()
     skeleton: bool = True
     mounts: tuple[str, ...] = ()
     sentinel: str = ""
@@ -82,9 +83,8 @@ def prepare(client: Any, task: Task, tag: str, labels: Mapping[str, str], logs: 
     workdir = config.workdir or image.attrs["Config"].get("WorkingDir") or DEFAULT_WORKDIR
     network = "bridge" if config.network_mode == "public" else "none"
     layers = len(image.attrs["RootFS"]["Layers"])
-    return Image(
-        image.id, workdir, shell.check_env(config.env or {}), limits_of(task), network, layers, image.attrs["Size"]
-    )
+    env, size = shell.check_env(config.env or {}), image.attrs["Size"]
+    return Image(image.id, workdir, env, limits_of(task), network, layers, size, config.capabilities)
 
 
 def _find(client: Any, name: str, task: Task) -> Any:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import posixpath
 import shlex
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,6 +90,11 @@ class Recipe:
             raise SandboxError(
                 f"task {task.id}: environment.docker_image = {image!r} needs Docker: set config.sandbox.kind=docker"
             )
+        if config.capabilities:
+            names = ", ".join(config.capabilities)
+            raise SandboxError(
+                f"task {task.id}: environment.capabilities = {names} needs Docker: set config.sandbox.kind=docker"
+            )
         if file.exists() and not image:
             for instruction in dockerfile.parse(file, task.id):
                 what = f"task {task.id}: {file}:{instruction.line}: {instruction.name}"
@@ -113,12 +120,30 @@ def limits_of(task: Task) -> shell.Limits:
     )
 
 
+async def wait_healthy(sandbox: Sandbox, task: Task) -> None:
+    """Waits until the task's healthcheck, if any, succeeds; else closes the sandbox and raises SandboxError."""
+    check = task.config.environment.healthcheck
+    if check is None:
+        return
+    begun, failures = time.monotonic(), 0
+    try:
+        while (result := await sandbox.exec(check.command, timeout=check.timeout_sec, fresh=True)).exit_code != 0:
+            failures += time.monotonic() - begun >= check.start_period_sec
+            if failures >= check.retries:
+                said = result.output.strip()[-500:]
+                raise SandboxError(f"task {task.id}: environment.healthcheck failed {failures} times: {said}")
+            await asyncio.sleep(check.interval_sec)
+    except BaseException:
+        await sandbox.close()
+        raise
+
+
 def check_no_compose(task: Task) -> None:
     """Raises SandboxError for an environment of several containers."""
     for name in _COMPOSE_FILES:
         path = Path(task.path) / "environment" / name
         if path.exists():
-            raise SandboxError(f"task {task.id}: {path}: compose environments are not supported; use one Dockerfile")
+            raise SandboxError(f"task {task.id}: {path}: compose environments are not supported; use one image")
 
 
 def make_root(root: Path, owner: int | None) -> None:

@@ -7,6 +7,7 @@ keys for other harnesses. A key that is known and has a wrong type or value is a
 
 from __future__ import annotations
 
+import os
 import re
 import tomllib
 from collections.abc import Mapping
@@ -50,8 +51,25 @@ class VerifierConfig:
 
 
 @dataclass(frozen=True)
+class Healthcheck:
+    """A command that tells that a started environment is ready, by exit status 0.
+
+    `retries` failures after the first `start_period_sec` seconds mean that it never will be.
+    """
+
+    command: str
+    interval_sec: float = 5.0
+    timeout_sec: float = 30.0
+    start_period_sec: float = 0.0
+    retries: int = 3
+
+
+@dataclass(frozen=True)
 class EnvironmentConfig:
-    """What the sandbox is made of. Without a word on the network the sandbox has none: tasks must ask for it."""
+    """What the sandbox is made of. Without a word on the network the sandbox has none: tasks must ask for it.
+
+    `capabilities` is an extension of the format: sandboxes have none but those named here (`["CHOWN"]`).
+    """
 
     build_timeout_sec: float = 600.0
     docker_image: str | None = None
@@ -62,6 +80,8 @@ class EnvironmentConfig:
     storage_mb: int | None = None
     gpus: int = 0
     network_mode: NetworkMode = "no-network"
+    healthcheck: Healthcheck | None = None
+    capabilities: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -129,7 +149,23 @@ def _environment(table: _Table) -> EnvironmentConfig:
         storage_mb=table.megabytes("storage_mb", legacy="storage"),
         gpus=int(table.number("gpus", above=-1) or 0),
         network_mode=table.network(),
+        healthcheck=_healthcheck(table.table("healthcheck")),
+        capabilities=table.names("capabilities"),
     )
+
+
+def _healthcheck(table: _Table) -> Healthcheck | None:
+    if not table.values:
+        return None
+    command = table.text("command")
+    if command is None:
+        raise table.error("command", "is missing", "give the command that tells that the environment is ready")
+    numbers = {
+        name: table.number(name, above=above)
+        for name, above in (("interval_sec", 0), ("timeout_sec", 0), ("start_period_sec", -1), ("retries", 0))
+    }
+    given = {name: value for name, value in numbers.items() if value is not None}
+    return Healthcheck(command, **given)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -151,7 +187,7 @@ class _Table:
         return value
 
     def table(self, key: str) -> _Table:
-        return _Table(self.file, key, self._typed(key, (dict,), f"a table: [{key}]") or {})
+        return _Table(self.file, f"{self.name}.{key}".lstrip("."), self._typed(key, (dict,), f"a table: [{key}]") or {})
 
     def text(self, key: str) -> str | None:
         value = self._typed(key, (str,), "a string")
@@ -174,7 +210,24 @@ class _Table:
         for name, value in values.items():
             if isinstance(value, bool) or not isinstance(value, str | int | float):
                 raise self.error(f"{key}.{name}", f"is {value!r}", "it must be a string")
-        return MappingProxyType({name: str(value) for name, value in values.items()})
+        return MappingProxyType({name: self._filled(f"{key}.{name}", str(value)) for name, value in values.items()})
+
+    def _filled(self, key: str, value: str) -> str:
+        """Puts in `${VAR}` and `${VAR:-default}` from this process's environment."""
+
+        def one(match: re.Match[str]) -> str:
+            found = os.environ.get(match["name"]) or match["default"]
+            if found is None:
+                raise self.error(key, f"needs {match['name']}", f"set it, or give ${{{match['name']}:-a default}}")
+            return found
+
+        return re.sub(r"\$\{(?P<name>[A-Za-z_]\w*)(?::-(?P<default>[^}]*))?\}", one, value)
+
+    def names(self, key: str) -> tuple[str, ...]:
+        values = self._typed(key, (list,), 'a list of names such as ["CHOWN"]') or []
+        if not all(isinstance(value, str) and re.fullmatch(r"[A-Z_]+", value) for value in values):
+            raise self.error(key, f"is {values!r}", 'it must be a list of names such as ["CHOWN"]')
+        return tuple(value.removeprefix("CAP_") for value in values)
 
     def megabytes(self, key: str, *, legacy: str) -> int | None:
         if key in self.values:

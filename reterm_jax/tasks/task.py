@@ -135,7 +135,7 @@ def _content_hash(directory: Path, config: EnvironmentConfig) -> str:
         item.name: dict(value) if isinstance(value := getattr(config, item.name), Mapping) else value
         for item in dataclasses.fields(config)
     }
-    digest.update(json.dumps(fields, sort_keys=True).encode())
+    digest.update(json.dumps(fields, sort_keys=True, default=repr).encode())
     _hash_tree(digest, directory)
     return digest.hexdigest()
 

@@ -82,6 +82,8 @@ def make_task(directory: Path, files: dict[str, str] | None = None, **environmen
         "cpus": None,
         "memory_mb": None,
         "storage_mb": None,
+        "healthcheck": None,
+        "capabilities": (),
         "docker_image": None,
         "network_mode": "no-network",
         "build_timeout_sec": 60.0,

@@ -133,3 +133,11 @@ async def test_forks_of_forks_stay_below_the_layer_limit(bench: Bench, monkeypat
         await bench.sh(box, "cat /app/*/x | tr -d '\\n'; echo $DEPTH $PWD; stat -c %a /app/3") == "012344 /app/4\n711\n"
     )
     assert await bench.sh(box, 'echo "$QUOTED"; pwd', fresh=True) == 'a "b" $c \\d\n/app\n'
+
+
+async def test_capabilities_are_those_that_the_task_names(bench: Bench) -> None:
+    bench.set_task({"x": ""}, capabilities=("CHOWN",))
+    box = await bench.start()
+    assert await bench.sh(box, "grep CapEff /proc/self/status; touch f; chown 5 f; stat -c %u f") == (
+        "CapEff:\t0000000000000001\n5\n"
+    )

@@ -26,7 +26,8 @@ from reterm_jax.sandbox import make_host
 
 async def main(kind, run_dir, path):
     config = SimpleNamespace(
-        workdir=None, env={}, cpus=None, memory_mb=None, storage_mb=None, docker_image=None, network_mode="no-network"
+        workdir=None, env={}, cpus=None, memory_mb=None, storage_mb=None, docker_image=None, network_mode="no-network",
+        healthcheck=None, capabilities=(),
     )
     task = SimpleNamespace(id="t", path=Path(path), content_hash="0", config=SimpleNamespace(environment=config))
     host = make_host(kind, Path(run_dir), max_concurrent=1, run_id="r")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -252,3 +253,13 @@ async def test_fork_bomb_is_contained(bench: Bench) -> None:
     box = await bench.start()
     await box.exec("bomb() { bomb | bomb & }; bomb; sleep 1", timeout=3)
     assert (await bench.sh(box, "echo alive", fresh=True)).endswith("alive\n")
+
+
+async def test_healthcheck_is_waited_for(bench: Bench) -> None:
+    check = SimpleNamespace(command="", interval_sec=0.05, timeout_sec=20, start_period_sec=0, retries=3)
+    check.command = "echo x >> /tmp/tries; [ $(wc -l < /tmp/tries) = 2 ]"
+    bench.set_task(healthcheck=check)
+    assert await bench.sh(await bench.start(), "wc -l < /tmp/tries") == "2\n"
+    check.command = "echo broken; false"
+    with pytest.raises(SandboxError, match="task example: environment.healthcheck failed 3 times: broken"):
+        await bench.start()

@@ -137,3 +137,29 @@ def test_load_tasks(make_task, tmp_path):
     for bad in (tmp_path / "none", tmp_path / ".hidden"):
         with pytest.raises(TaskError):
             load_tasks(bad)
+
+
+def test_environment_variables_are_filled_in(make_task, monkeypatch):
+    monkeypatch.setenv("RETERM_SET", "from outside")
+    monkeypatch.delenv("RETERM_UNSET", raising=False)
+    toml = "[verifier.env]\nA = '${RETERM_SET}!'\nB = '${RETERM_UNSET:-x y}'\nC = '$RETERM_SET ${RETERM_UNSET:-}'\n"
+    env = load(make_task, toml).config.verifier.env
+    assert dict(env) == {"A": "from outside!", "B": "x y", "C": "$RETERM_SET "}
+    with pytest.raises(TaskError, match=r"solution.env.D: needs RETERM_UNSET; set it, or give \$\{RETERM_UNSET:-"):
+        load(make_task, "[solution.env]\nD = '${RETERM_UNSET}'")
+
+
+def test_healthcheck_and_capabilities(make_task):
+    toml = '[environment]\ncapabilities = ["CAP_CHOWN"]\nhealthcheck = { command = "true", retries = 5 }\n'
+    environment = load(make_task, toml).config.environment
+    assert environment.capabilities == ("CHOWN",)
+    check = environment.healthcheck
+    assert check is not None and (check.command, check.retries, check.timeout_sec) == ("true", 5, 30)
+    for bad, field in (
+        ("healthcheck = { retries = 5 }", "environment.healthcheck.command"),
+        ("healthcheck = { command = 'x', interval_sec = 0 }", "environment.healthcheck.interval_sec"),
+        ("capabilities = ['chown']", "environment.capabilities"),
+    ):
+        with pytest.raises(TaskError) as caught:
+            load(make_task, f"[environment]\n{bad}\n")
+        assert caught.value.field == field
