@@ -119,11 +119,23 @@ def get_config() -> ml_collections.ConfigDict:
     c.rl.pool_size = 256  # failures that wait, at most: a step has as many attempts
     c.rl.recovery_weight = 1.0  # weight of recovery tokens against root tokens (unpublished; equal)
     c.rl.temperature = 0.7  # of sampling, and of the trainer's logprobs; at 1 the tail of so small a model is noise
-    c.rl.objective = "ppo_clip"  # or module.py:function
+    # ppo_clip | dppo_tv | gspo | cispo | reinforce | path/to/file.py:function | package.module:function
+    c.rl.objective = "ppo_clip"
+    c.rl.objective_args = ""  # its other hyper-parameters, as "delta=0.2,..."; empty: the function's own defaults
     # Each attempt counts the same, however long: with "token" the longer attempts, most of which fail, weigh more.
     c.rl.aggregation = "sequence"  # or "token", or "constant" (divided by agent.max_tokens)
     c.rl.clip_low = 0.2
     c.rl.clip_high = 0.28
+    c.rl.clip_dual = 0.0  # c of dual-clip PPO, such as 3.0; 0: none, as with GRPO
+    c.rl.kl_weight = 0.0  # of the KL to the policy that RL starts from; recent recipes (DAPO, Tmax) have none
+    c.rl.kl_estimate = "k3"  # or k1; k3 is GRPO's
+    c.rl.entropy_weight = 0.0  # of an entropy bonus; the wider upper clip keeps entropy up
+    # π/μ between trainer and sampler with the same weights: none | token | sequence, capped or masked at `cap`. The
+    # sampler here is the trainer's own code, and without a correction the objective's ratio is against it.
+    c.rl.sampler_correction = "none"
+    c.rl.correction_mode = "capped"
+    c.rl.correction_cap = 2.0
+    c.rl.max_mismatch = 0.0  # attempts whose mean |log π − log μ| is above it are dropped; 0: none, and no extra pass
     # mean (of the group) | leave_one_out | length (weighted by length: least variance for long attempts)
     c.rl.baseline = "mean"  # GRPO's
     c.rl.standardise = False  # it weighs groups that are nearly always solved or failed more than balanced ones

@@ -40,16 +40,25 @@ def ppo_clip(
     segments_BT: jax.Array,
     clip_low: float = 0.2,
     clip_high: float = 0.28,
+    clip_dual: float = 0.0,
 ) -> tuple[jax.Array, Metrics]:
     """−min(ratio·A, clip(ratio, 1−clip_low, 1+clip_high)·A): PPO (arXiv 1707.06347).
 
     The upper side is wider, so that rare tokens can become likely (clip-higher of DAPO, arXiv 2503.14476).
+    With `clip_dual` = c > 1 the loss of a token with A < 0 is at most −c·A, where its gradient ends: a token that has
+    become far likelier than it was, and is bad, cannot dominate an update (dual-clip PPO, arXiv 1912.09729).
     """
     del segments_BT
+    if clip_dual and not clip_dual > 1:
+        raise ValueError(f"clip_dual must be above 1, or 0 to have none, got {clip_dual}")
     ratio_BT = _ratio(logprobs_BT, old_logprobs_BT, mask_BT)
     clipped_BT = jnp.clip(ratio_BT, 1.0 - clip_low, 1.0 + clip_high)
     loss_BT = -jnp.minimum(ratio_BT * advantages_BT, clipped_BT * advantages_BT)
     outside_BT = clipped_BT * advantages_BT < ratio_BT * advantages_BT
+    if clip_dual:
+        too_far_BT = (advantages_BT < 0) & (ratio_BT > clip_dual)
+        loss_BT = jnp.where(too_far_BT, -clip_dual * advantages_BT, loss_BT)
+        outside_BT |= too_far_BT
     return loss_BT * mask_BT, {"clip_fraction": outside_BT.astype(jnp.float32)}
 
 
@@ -149,7 +158,8 @@ OBJECTIVES: Mapping[str, Objective] = {f.__name__: f for f in (ppo_clip, reinfor
 
 
 def sampler_metrics(logprobs_BT: jax.Array, old_logprobs_BT: jax.Array, mask_BT: jax.Array) -> Metrics:
-    """How far the trained policy is from the sampler, per token: k3 estimate of KL(μ‖π), ratio and |Δ logprob|.
+    """How far the trained policy is from the sampler, per token: k3 estimate of KL(μ‖π), ratio, whether the
+    ratio is outside [0.9, 1.1], and |Δ logprob|.
 
     k3 = ratio − 1 − log ratio (Schulman, "Approximating KL Divergence", 2020): unbiased and never negative.
     """
@@ -159,6 +169,7 @@ def sampler_metrics(logprobs_BT: jax.Array, old_logprobs_BT: jax.Array, mask_BT:
     return {
         "kl_sampler": ratio_BT - 1.0 - difference_BT,
         "ratio": ratio_BT,
+        "ratio_outside": ((ratio_BT < 0.9) | (ratio_BT > 1.1)).astype(jnp.float32),
         "logprob_diff_mean": magnitude_BT,
         "logprob_diff_max": magnitude_BT,
     }
@@ -178,6 +189,8 @@ def load_objective(name: str, hyper: Mapping[str, Any] | None = None) -> Objecti
     hyper = dict(hyper or {})
     try:
         inspect.signature(function).bind(None, None, None, None, segments_BT=None, **hyper)
+        one = jnp.zeros((1, 1))
+        jax.eval_shape(lambda: function(one, one, one, one > 0, segments_BT=jnp.ones((1, 1), int), **hyper))
     except TypeError as error:
         raise ValueError(
             f"objective {name!r} cannot be called as objective(logprobs, old_logprobs, advantages, mask, "

@@ -12,7 +12,16 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from reterm_jax.tokens.packing import Batch, Example, Placement, checked_size, first_fit_decreasing, pack, write
+from reterm_jax.tokens.packing import (
+    Batch,
+    Example,
+    Placement,
+    checked_size,
+    first_fit_decreasing,
+    has_reference,
+    pack,
+    write,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +67,8 @@ def pack_forked(examples: Sequence[Example], *, length: int, rows_multiple: int 
 
     places, needed = first_fit_decreasing([unit.size for unit in units], length)
     rows = -(-needed // rows_multiple) * rows_multiple
-    batch = dataclasses.replace(Batch.empty(rows, length), trunks=np.zeros((rows, length), np.int32))
+    batch = Batch.empty(rows, length, reference=has_reference(examples))
+    batch = dataclasses.replace(batch, trunks=np.zeros((rows, length), np.int32))
     placements: list[Placement] = [Placement(0, 0, 0)] * len(examples)
     segments = [0] * rows
     for unit, place in sorted(zip(units, places, strict=True), key=lambda pair: (pair[1].row, pair[1].start)):

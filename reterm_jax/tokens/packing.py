@@ -21,6 +21,7 @@ class Example:
         old_logprobs: [n] the sampler's log-probabilities of the tokens; None where there is no sampler (SFT).
         weight: factor on the document's loss, for example to mix root and recovery attempts.
         name: what errors call it.
+        ref_logprobs: [n] log-probabilities under a frozen reference; None where there is none.
         group: examples with the same group may begin alike; `forking.pack_forked` then stores the beginning once.
     """
 
@@ -31,6 +32,7 @@ class Example:
     weight: float = 1.0
     name: str = ""
     group: int | None = None
+    ref_logprobs: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -47,11 +49,13 @@ class Batch:
     weights: np.ndarray  # float32, the document's weight
     # int32, the segment that a token's segment continues, or its own (`policy.documents`); None: no segment does.
     trunks: np.ndarray | None = None
+    ref_logprobs: np.ndarray | None = None  # float32, of the targets; None: there is no reference
 
     @classmethod
-    def empty(cls, rows: int, length: int) -> "Batch":
-        """Rows of nothing but padding."""
-        return cls(**{name: np.zeros((rows, length), dtype) for name, dtype in _DTYPES.items()})
+    def empty(cls, rows: int, length: int, *, reference: bool = False) -> "Batch":
+        """Rows of nothing but padding; with `reference` they have `ref_logprobs`."""
+        arrays = {name: np.zeros((rows, length), dtype) for name, dtype in _DTYPES.items()}
+        return cls(**arrays, ref_logprobs=np.zeros((rows, length), np.float32) if reference else None)
 
     @property
     def rows(self) -> int:
@@ -75,7 +79,7 @@ class Batch:
         return 1.0 - self.used_tokens / max(1, self.segments.size)
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """All arrays by name, without `trunks` where there are none."""
+        """All arrays by name, without `trunks` and `ref_logprobs` where there are none."""
         return {field.name: value for field in fields(self) if (value := getattr(self, field.name)) is not None}
 
     def take(self, rows: Sequence[int] | np.ndarray, *, count: int | None = None) -> "Batch":
@@ -97,7 +101,7 @@ _DTYPES = {
     "old_logprobs": np.float32,
     "weights": np.float32,
 }
-assert (*_DTYPES, "trunks") == tuple(field.name for field in fields(Batch))
+assert (*_DTYPES, "trunks", "ref_logprobs") == tuple(field.name for field in fields(Batch))
 
 
 @dataclass(frozen=True)
@@ -137,7 +141,7 @@ def pack(
     elif needed > rows:
         raise PackingError(f"{len(examples)} examples need {needed} rows of {length} tokens, only {rows} are allowed")
 
-    batch = Batch.empty(rows, length)
+    batch = Batch.empty(rows, length, reference=has_reference(examples))
     documents_in_row = np.zeros(rows, np.int32)
     # In order of columns, so that segments count from left to right.
     for index in sorted(range(len(examples)), key=lambda i: (placements[i].row, placements[i].start)):
@@ -153,6 +157,17 @@ def unpack(values_BT: np.ndarray, placement: Placement) -> np.ndarray:
     return np.concatenate([np.zeros(1, values.dtype), values])
 
 
+def has_reference(examples: Sequence[Example]) -> bool:
+    """Whether the examples have logprobs of a reference: all of them or none.
+
+    Raises PackingError naming one that lacks them.
+    """
+    lacking = [i for i, example in enumerate(examples) if example.ref_logprobs is None]
+    if lacking and len(lacking) < len(examples):
+        raise PackingError(f"{_label(examples[lacking[0]], lacking[0])} has no ref_logprobs, others have")
+    return bool(examples) and not lacking
+
+
 def _label(example: Example, index: int) -> str:
     return f"example {index}" + (f" ({example.name})" if example.name else "")
 
@@ -163,7 +178,7 @@ def checked_size(example: Example, index: int, length: int) -> int:
     label = _label(example, index)
     if n < 2:
         raise PackingError(f"{label} has {n} tokens; at least 2 are needed to predict one")
-    for field in ("loss_mask", "old_logprobs", "advantage"):
+    for field in ("loss_mask", "old_logprobs", "ref_logprobs", "advantage"):
         value = getattr(example, field)
         if value is not None and np.ndim(value) and len(value) != n:
             raise PackingError(f"{label}: {field} has length {len(value)}, ids have {n}")
@@ -203,4 +218,6 @@ def write(batch: Batch, example: Example, row: int, start: int, segment: int, fi
     batch.advantages[where] = advantage[first + 1 :] if advantage.ndim else advantage
     if example.old_logprobs is not None:
         batch.old_logprobs[where] = np.asarray(example.old_logprobs, np.float32)[first + 1 :]
+    if example.ref_logprobs is not None:
+        batch.ref_logprobs[where] = np.asarray(example.ref_logprobs, np.float32)[first + 1 :]
     batch.weights[where] = example.weight

@@ -33,9 +33,10 @@ from reterm_jax.training import demonstrations, judging, rl_loop, sft_loop
 from reterm_jax.training.metrics import MetricsWriter, format_progress
 from reterm_jax.training.model import Model, load_model, write_tiny_model
 from reterm_jax.training.optimizer import make_optimizer
+from reterm_jax.training.scoring import Scorer
 from reterm_jax.training.settings import Settings, SettingsError, Supervised, read_settings
 from reterm_jax.training.state import abstract_state, state_from_params
-from reterm_jax.training.steps import make_rl_step, make_sft_step
+from reterm_jax.training.steps import make_rl_step, make_score, make_sft_step
 from reterm_jax.training.workdir import Workdir, open_workdir
 
 
@@ -257,6 +258,10 @@ class _Stages:
                 else:
                     state = state_from_params(params, optimizer, model.mesh, model.shardings)
                 step = make_rl_step(model.config, rl.step, optimizer, model.mesh, model.shardings)
+                scorer = None
+                if rl.scoring.own or rl.scoring.reference:
+                    score = make_score(model.config, rl.step, model.mesh, model.shardings)
+                    scorer = Scorer(rl.scoring, score, reference_params=params)
                 with MetricsWriter(self.work.root / "rl", resume_step=first) as metrics:
                     state = await rl_loop.run(
                         rl.loop,
@@ -269,5 +274,6 @@ class _Stages:
                         checkpointer=checkpointer,
                         metrics=metrics,
                         saved=saved,
+                        scorer=scorer,
                     )
                 return state.params

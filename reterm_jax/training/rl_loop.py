@@ -25,6 +25,7 @@ from reterm_jax.tokens.forking import pack_forked
 from reterm_jax.tokens.packing import Example, pack
 from reterm_jax.training.examples import group_examples
 from reterm_jax.training.metrics import MetricsWriter, format_progress, format_seconds
+from reterm_jax.training.scoring import Scorer
 from reterm_jax.training.state import TrainState
 from reterm_jax.training.steps import TrainStep
 
@@ -93,6 +94,7 @@ async def run(
     checkpointer: Checkpointer,
     metrics: MetricsWriter,
     saved: Mapping[str, Any] | None = None,
+    scorer: Scorer | None = None,
     log: Callable[[str], None] = print,
 ) -> TrainState:
     """Trains from `first_step` to `config.steps` and returns the final state, which is also saved.
@@ -101,6 +103,7 @@ async def run(
         sampler: samples with `state.params` from here on; its version is the number of finished steps.
         state: donated to the first update.
         saved: the metadata of the checkpoint that `state` was restored from.
+        scorer: computes what updates need beside the sampler's logprobs; None where they need nothing else.
     """
     saved = saved or {}
     rates = RecoveryRates(config.pool.target_rate, saved.get("recovery_rates"))
@@ -135,8 +138,11 @@ async def run(
                 failed_credit=config.failed_credit,
             )
             values = rollout_metrics(groups)
-            state, trained = _train(config, step, selection.examples, state, train_step)
-            values |= trained
+            examples, scored = selection.examples, {}
+            if scorer is not None:
+                examples, scored = scorer(state.params, examples, length=config.row_length, forked=config.forked)
+            state, trained = _train(config, step, examples, state, train_step)
+            values |= trained | scored
             values |= {
                 "rollout/no_spread_groups": selection.no_spread,
                 "rollout/ungraded_attempts": selection.ungraded,
@@ -217,7 +223,8 @@ def _train(
             }
         )
     means = {key: float(np.mean([c[key] for c in collected])) for key in collected[0]}
-    return state, means | {k: v for k, v in collected[0].items() if k.startswith("train/logprob_diff")}
+    distances = {k: v for k, v in collected[0].items() if k.startswith(("train/logprob_diff", "train/ratio_outside"))}
+    return state, means | distances
 
 
 def _progress_line(config: RLConfig, step: int, values: Mapping[str, float], durations: Sequence[float]) -> str:

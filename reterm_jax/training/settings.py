@@ -14,6 +14,7 @@ from reterm_jax.rollout.live_processes import LiveProcesses
 from reterm_jax.rollout.pool import PoolConfig
 from reterm_jax.training.optimizer import OptimizerConfig
 from reterm_jax.training.rl_loop import RLConfig
+from reterm_jax.training.scoring import ScoringConfig
 from reterm_jax.training.sft_loop import SFTConfig
 from reterm_jax.training.steps import StepConfig
 
@@ -38,6 +39,7 @@ class Reinforcement:
     loop: RLConfig
     step: StepConfig
     optimizer: OptimizerConfig
+    scoring: ScoringConfig
 
 
 @dataclass(frozen=True)
@@ -87,17 +89,39 @@ def _reinforcement(config: ConfigDict, limits: AgentLimits) -> Reinforcement:
         _check_row(rl.row_length, limits)
         if not rl.temperature > 0:
             raise ValueError(f"temperature must be positive, got {rl.temperature}")
-        clips = {"clip_low": rl.clip_low, "clip_high": rl.clip_high} if rl.objective == "ppo_clip" else {}
+        clips = ("clip_low", "clip_high", "clip_dual") if rl.objective == "ppo_clip" else ()
         step = StepConfig(
             micro_rows=rl.micro_rows,
             aggregation=rl.aggregation,
             max_length=limits.max_tokens,
             temperature=rl.temperature,
             objective=rl.objective,
-            objective_args=clips,
+            objective_args={**{name: rl[name] for name in clips}, **_hyper(rl.objective_args)},
+            kl_weight=rl.kl_weight,
+            kl_estimate=rl.kl_estimate,
+            entropy_weight=rl.entropy_weight,
+        )
+        scoring = ScoringConfig(
+            reference=rl.kl_weight > 0,
+            correction=rl.sampler_correction,
+            correction_mode=rl.correction_mode,
+            correction_cap=rl.correction_cap,
+            max_mismatch=rl.max_mismatch,
         )
         load_objective(step.objective, step.objective_args)
-        return Reinforcement(loop, step, _optimizer(rl))
+        return Reinforcement(loop, step, _optimizer(rl), scoring)
+
+
+def _hyper(text: str) -> dict[str, float]:
+    """The numbers in `name=value,name=value`."""
+    hyper = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, _, value = part.partition("=")
+        try:
+            hyper[name.strip()] = float(value)
+        except ValueError:
+            raise ValueError(f"objective_args has {part!r}; write name=number, name=number") from None
+    return hyper
 
 
 def _check_row(row_length: int, limits: AgentLimits) -> None:

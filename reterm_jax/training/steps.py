@@ -20,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from reterm_jax.losses import sft
 from reterm_jax.losses.aggregation import MODES, token_weights
 from reterm_jax.losses.policy_gradient import load_objective, sampler_metrics
+from reterm_jax.losses.regularisers import KL_ESTIMATES, kl_to_reference
 from reterm_jax.losses.token_logprobs import token_logprobs
 from reterm_jax.policy import forward
 from reterm_jax.policy.config import QwenConfig
@@ -29,8 +30,8 @@ from reterm_jax.tokens.packing import Batch
 from reterm_jax.training.state import TrainState, state_shardings
 
 Metrics = dict[str, jax.Array]
-# (logprobs [R,T], micro-batch arrays [R,T]) -> (loss [R,T], metrics [R,T] each)
-TokenLoss = Callable[[jax.Array, Mapping[str, jax.Array]], tuple[jax.Array, Metrics]]
+# (logprobs [R,T], entropy [R,T], micro-batch arrays [R,T]) -> (loss [R,T], metrics [R,T] each)
+TokenLoss = Callable[[jax.Array, jax.Array, Mapping[str, jax.Array]], tuple[jax.Array, Metrics]]
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,9 @@ class StepConfig:
         temperature: the sampler's temperature. SFT uses 1.
         logprob_chunk: tokens whose logits exist at one time.
         objective: name or import path of an RL objective; objective_args are its hyper-parameters.
+        kl_weight, kl_estimate: β and estimate of β·KL(π‖reference) in the RL loss, see `losses.regularisers`; unless β
+            is 0 the batch must have `ref_logprobs`.
+        entropy_weight: α of −α·entropy in the RL loss.
     """
 
     micro_rows: int = 1
@@ -85,8 +89,16 @@ class StepConfig:
     logprob_chunk: int = 2048
     objective: str = "ppo_clip"
     objective_args: Mapping[str, Any] = field(default_factory=dict)
+    kl_weight: float = 0.0
+    kl_estimate: str = "k3"
+    entropy_weight: float = 0.0
 
     def __post_init__(self) -> None:
+        if self.kl_estimate not in KL_ESTIMATES:
+            raise ValueError(f"kl_estimate {self.kl_estimate!r} is unknown; one of {', '.join(KL_ESTIMATES)}")
+        for name in ("kl_weight", "entropy_weight"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
         if self.aggregation not in MODES:
             raise ValueError(f"aggregation {self.aggregation!r} is unknown; one of {', '.join(MODES)}")
 
@@ -100,7 +112,7 @@ def make_sft_step(
 ) -> TrainStep:
     """A step on the negative log-likelihood of the loss tokens. See `_make_step` for what it returns."""
 
-    def token_loss(logprobs_BT, micro):
+    def token_loss(logprobs_BT, entropy_BT, micro):
         return sft.nll(logprobs_BT, micro["loss_mask"])
 
     return _make_step(policy, config, optimizer, mesh, param_shardings, token_loss, temperature=1.0)
@@ -116,13 +128,20 @@ def make_rl_step(
     """A step on `config.objective`, with metrics of the distance to the sampler.
 
     Adds `train/clip_fraction` (whatever the objective reports), `train/kl_sampler`, `train/ratio`, and
-    `train/logprob_diff_{mean,p50,p99,max}`, the absolute difference between trainer and sampler on the loss tokens.
+    `train/logprob_diff_{mean,p50,p99,max}`, the absolute difference between trainer and sampler on the loss tokens,
+    `train/ratio_outside`, the fraction of them whose ratio is not in [0.9, 1.1], and `train/kl_reference` where there
+    is a reference.
     """
     objective = load_objective(config.objective, config.objective_args)
 
-    def token_loss(logprobs_BT, micro):
+    def token_loss(logprobs_BT, entropy_BT, micro):
         inputs = logprobs_BT, micro["old_logprobs"], micro["advantages"], micro["loss_mask"]
         loss_BT, metrics = objective(*inputs, segments_BT=micro["segments"])
+        if config.entropy_weight:
+            loss_BT = loss_BT - config.entropy_weight * entropy_BT * micro["loss_mask"]
+        if config.kl_weight:
+            kl_BT = kl_to_reference(logprobs_BT, micro["ref_logprobs"], micro["loss_mask"], estimate=config.kl_estimate)
+            loss_BT, metrics = loss_BT + config.kl_weight * kl_BT, {**metrics, "kl_reference": kl_BT}
         return loss_BT, {**metrics, **sampler_metrics(logprobs_BT, micro["old_logprobs"], micro["loss_mask"])}
 
     return _make_step(
@@ -177,7 +196,7 @@ def _make_step(
     def micro_loss(params, micro, denominator):
         mask_BT = micro["loss_mask"]
         logprobs_BT, entropy_BT = _logprobs(params, policy, micro, temperature, config.logprob_chunk)
-        loss_BT, token_metrics = token_loss(logprobs_BT, micro)
+        loss_BT, token_metrics = token_loss(logprobs_BT, entropy_BT, micro)
         loss = jnp.sum(micro["loss_weights"] * loss_BT) / denominator
         token_metrics = {"entropy": entropy_BT, **token_metrics}
         sums = {k: _reduce(k)(jnp.where(mask_BT, x, 0.0)) for k, x in jax.lax.stop_gradient(token_metrics).items()}

@@ -44,6 +44,30 @@ def test_the_clip_is_asymmetric():
     np.testing.assert_allclose(grad[:2], [-1.24, 0], rtol=1e-5)
 
 
+def test_the_dual_clip_ends_the_loss_of_bad_tokens_that_became_likely():
+    probs = [0.7, 0.99, 0.3, 0.7, 0.05, 0.5]  # ratios 1.4, 1.98, 0.6, 1.4, 5
+    loss, metrics, grad = run("ppo_clip", probs, [-1, -1, -1, 1, -2, 1], clip_dual=1.5)
+    np.testing.assert_allclose(loss, [1.4, 1.5, 0.8, -1.28, 3.0, 0], rtol=1e-4)
+    np.testing.assert_allclose(grad, [1.4, 0, 0, 0, 0, 0], rtol=1e-4)
+    np.testing.assert_array_equal(metrics["clip_fraction"][0, :5], [0, 1, 1, 1, 1])
+    with pytest.raises(ValueError, match="clip_dual must be above 1"):
+        load_objective("ppo_clip", {"clip_dual": 0.5})
+
+
+@pytest.mark.parametrize(
+    ("name", "hyper"),
+    [("ppo_clip", {"clip_dual": 1.5}), ("dppo_tv", {}), ("gspo", {"clip_low": 0.3, "clip_high": 0.2})],
+)
+def test_gradients_are_finite_differences_of_the_loss(name, hyper):
+    """For the objectives without a stopped weight; probabilities lie away from the kinks."""
+    probs, advantages, step = np.array([0.62, 0.7, 0.3, 0.99, 0.012, 0.5]), [1, -1, 0.5, -2, 1, 1], 1e-2
+    _, _, grad = run(name, probs, advantages, **hyper)
+    for place in range(6):
+        shift = np.exp(step * (np.arange(6) == place))
+        up, down = (run(name, probs * factor, advantages, **hyper)[0].sum() for factor in (shift, 1 / shift))
+        np.testing.assert_allclose(grad[place], (up - down) / (2 * step), rtol=2e-3, atol=1e-4)
+
+
 def test_dppo_masks_by_probability_and_direction_not_by_ratio():
     probs = [0.7, 0.3, 0.7, 0.3, 0.05, 0.5]  # the fifth has ratio 5, but moved by 0.04 only
     _, metrics, grad = run("dppo_tv", probs, [1, 1, -1, -1, 1, 1], delta=0.1)

@@ -29,6 +29,19 @@ def quickstart(**overrides):
         ({"rl__max_depth": 2}, "config.rl: max_depth is 2, but failed recoveries wait for the step after, and"),
         ({"rl__pool_size": 0}, "config.rl: max_depth 1 and size 0 must be at least 1"),
         ({"rl__baseline": "median"}, "config.rl: baseline 'median' is unknown; one of mean, leave_one_out, length"),
+        ({"rl__kl_estimate": "k2"}, "config.rl: kl_estimate 'k2' is unknown; one of k1, k3"),
+        ({"rl__kl_weight": -0.1}, "config.rl: kl_weight must not be negative, got -0.1"),
+        ({"rl__entropy_weight": -0.1}, "config.rl: entropy_weight must not be negative"),
+        ({"rl__clip_dual": 0.5}, "config.rl: clip_dual must be above 1, or 0 to have none, got 0.5"),
+        ({"rl__objective_args": "delta"}, "config.rl: objective_args has 'delta'; write name=number"),
+        (
+            {"rl__objective": "dppo_tv", "rl__objective_args": "eps=1"},
+            "config.rl: objective 'dppo_tv' cannot be called",
+        ),
+        ({"rl__sampler_correction": "turn"}, "config.rl: sampler_correction 'turn' is unknown; one of none, token"),
+        ({"rl__correction_mode": "clip"}, "config.rl: correction_mode 'clip' is unknown; one of capped, masked"),
+        ({"rl__correction_cap": 1.0}, "config.rl: correction_cap must be above 1, got 1.0"),
+        ({"rl__max_mismatch": -1.0}, "config.rl: max_mismatch must not be negative, got -1.0"),
         ({"rl__failed_credit": 2.0}, "config.rl: failed_credit must be in [0, 1], got 2.0"),
     ],
 )
@@ -36,3 +49,17 @@ def test_a_value_that_cannot_work_is_named(fields, said):
     with pytest.raises(SettingsError) as error:
         read_settings(quickstart(**fields))
     assert said in str(error.value)
+
+
+def test_hyper_parameters_reach_the_objective():
+    settings = read_settings(quickstart(rl__objective="dppo_tv", rl__objective_args="delta=0.05"))
+    assert settings.rl.step.objective_args == {"delta": 0.05}
+    settings = read_settings(quickstart(rl__clip_dual=3.0))
+    assert settings.rl.step.objective_args == {"clip_low": 0.2, "clip_high": 0.28, "clip_dual": 3.0}
+
+
+def test_the_defaults_need_no_pass_beside_the_updates():
+    scoring = read_settings(quickstart()).rl.scoring
+    assert not scoring.own and not scoring.reference
+    assert read_settings(quickstart(rl__kl_weight=0.1)).rl.scoring.reference
+    assert read_settings(quickstart(rl__sampler_correction="token")).rl.scoring.own

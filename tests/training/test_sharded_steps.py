@@ -62,7 +62,8 @@ rng = np.random.default_rng(0)
 trunks = [rng.integers(0, 32, 9 + 3 * g) for g in range(4)]
 examples = [
     Example(np.concatenate([trunks[g], rng.integers(0, 32, n)]), np.arange(len(trunks[g]) + n) >= len(trunks[g]),
-            float(rng.normal()), np.full(len(trunks[g]) + n, -3.0), group=g)
+            float(rng.normal()), np.full(len(trunks[g]) + n, -3.0), group=g,
+            ref_logprobs=np.full(len(trunks[g]) + n, -3.2))
     for g in range(4) for n in (2, 5, 9)
 ]
 batch, _ = pack_forked(examples, length=40)
@@ -73,7 +74,8 @@ for axes in ((1, 1, 1), (8, 1, 1), (1, 8, 1), (1, 4, 2), (2, 2, 2)):
     shardings = param_shardings(config, mesh)
     state = init_state(lambda key: init_params(config, key), jax.random.key(0), optax.sgd(1.0), mesh, shardings)
     before = jax.tree.map(np.array, state.params)
-    step = make_rl_step(config, StepConfig(micro_rows=8), optax.sgd(1.0), mesh, shardings)
+    terms = StepConfig(micro_rows=8, kl_weight=0.3, entropy_weight=0.2)
+    step = make_rl_step(config, terms, optax.sgd(1.0), mesh, shardings)
     state, metrics = step(state, batch)
     grads = jax.tree.map(lambda a, b: a - np.asarray(b), before, state.params)
     results.append((grads, float(metrics["train/loss"])))

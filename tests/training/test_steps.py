@@ -1,4 +1,5 @@
 import dataclasses
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +11,10 @@ from reterm_jax.losses.policy_gradient import load_objective
 from reterm_jax.policy import forward
 from reterm_jax.tokens.forking import pack_forked
 from reterm_jax.tokens.packing import Batch, Example, pack, unpack
+from reterm_jax.training.scoring import score_examples
 from reterm_jax.training.steps import StepConfig, make_rl_step, make_score, make_sft_step
 
+DOCS = Path(__file__).parents[2] / "docs"
 SGD = optax.sgd(1.0)  # parameters before minus after are the gradient
 TEMPERATURE = 0.7
 
@@ -21,13 +24,14 @@ def rl(policy):
     """A function (examples, micro_rows, row length) -> (gradient, metrics); each kind of step is compiled once."""
     steps = {}
 
-    def run(examples, *, micro_rows=1, length=16):
-        if micro_rows not in steps:
-            config = StepConfig(micro_rows=micro_rows, temperature=TEMPERATURE)
-            steps[micro_rows] = make_rl_step(policy.config, config, SGD, policy.mesh, policy.shardings)
+    def run(examples, *, micro_rows=1, length=16, **extra):
+        kind = micro_rows, *sorted(extra.items())
+        if kind not in steps:
+            config = StepConfig(micro_rows=micro_rows, temperature=TEMPERATURE, **extra)
+            steps[kind] = make_rl_step(policy.config, config, SGD, policy.mesh, policy.shardings)
         state = policy.new_state(SGD)
         before = jax.tree.map(np.array, state.params)
-        state, metrics = steps[micro_rows](state, pack(examples, length=length)[0])
+        state, metrics = steps[kind](state, pack(examples, length=length)[0])
         assert int(state.step) == 1
         grads = jax.tree.map(lambda a, b: a - np.asarray(b), before, state.params)
         return grads, {k: float(v) for k, v in metrics.items()}
@@ -73,6 +77,58 @@ def test_the_update_equals_a_direct_computation(rl, policy, examples):
     assert metrics["train/skipped"] == 0
 
 
+def with_reference(examples):
+    rng = np.random.default_rng(5)
+    return [dataclasses.replace(e, ref_logprobs=np.log(rng.uniform(0.01, 0.1, len(e.ids)))) for e in examples]
+
+
+@pytest.mark.parametrize("estimate", ["k1", "k3"])
+def test_the_reference_and_the_entropy_are_terms_of_the_loss(rl, policy, examples, estimate):
+    """The gradient is the objective's plus β times that of the KL minus α times that of the entropy."""
+    examples = with_reference(examples)
+    beta, alpha = 0.3, 0.2
+    plain, _ = rl(examples)
+    found, metrics = rl(examples, kl_weight=beta, kl_estimate=estimate, entropy_weight=alpha)
+    rows = [pack([example], length=16)[0].arrays() for example in examples]
+    batch = {k: jnp.concatenate([row[k] for row in rows]) for k in rows[0]}
+
+    def extra(params):
+        inputs = batch["tokens"], batch["segments"], batch["positions"]
+        hidden = forward.hidden_states(params, policy.config, *inputs)
+        logp = jax.nn.log_softmax(hidden @ forward.head(params, policy.config).T / TEMPERATURE)
+        chosen = jnp.take_along_axis(logp, batch["targets"][..., None], -1)[..., 0]
+        gap, mask = chosen - batch["ref_logprobs"], batch["loss_mask"]
+        # k1 has the gradient of d²/2.
+        kl = gap**2 / 2 if estimate == "k1" else jnp.exp(-gap) + gap - 1
+        entropy = -jnp.sum(jnp.exp(logp) * logp, -1)
+        weights = batch["weights"] * mask
+        value = jnp.sum(mask * (gap if estimate == "k1" else kl)) / mask.sum()
+        return jnp.sum(weights * (beta * kl - alpha * entropy)) / jnp.sum(weights), value
+
+    grads, kl = jax.jit(jax.grad(extra, has_aux=True))(policy.new_state(SGD).params)
+    assert_same(found, jax.tree.map(jnp.add, plain, grads), rtol=1e-3, atol=1e-5)
+    assert metrics["train/kl_reference"] == pytest.approx(float(kl), rel=1e-4)
+
+
+def test_micro_batches_do_not_change_an_update_with_all_its_terms(rl, examples):
+    terms = {"kl_weight": 0.3, "kl_estimate": "k3", "entropy_weight": 0.2}
+    examples = with_reference(examples)
+    assert_same(rl(examples, micro_rows=4, length=40, **terms), rl(examples, **terms))
+
+
+def test_a_loss_from_the_users_own_file(rl, policy, examples):
+    """The file that the documentation shows, by the name that is given on the command line."""
+    mine, metrics = rl(examples, objective=str(DOCS / "my_loss.py") + ":my_objective")
+    assert metrics["train/advantage"] == pytest.approx(
+        np.average([e.advantage for e in examples], weights=[sum(e.loss_mask) for e in examples]), rel=1e-4
+    )
+    # Where the sampler is as likely as the trainer, REINFORCE's weight is 1.
+    score = make_score(policy.config, StepConfig(temperature=TEMPERATURE), policy.mesh, policy.shardings)
+    own = score_examples(score, policy.new_state(SGD).params, examples, length=16, forked=False)
+    on_policy = [dataclasses.replace(e, old_logprobs=o) for e, o in zip(examples, own, strict=True)]
+    assert_same(mine, rl(on_policy, objective="reinforce")[0], rtol=1e-3)
+
+
 def test_metrics_of_the_sampler_mismatch(rl, policy, examples):
     _, metrics = rl(examples)
     batch, placements = pack(examples, length=16)
@@ -87,6 +143,8 @@ def test_metrics_of_the_sampler_mismatch(rl, policy, examples):
     }
     for name, value in expected.items():
         assert metrics[f"train/logprob_diff_{name}"] == pytest.approx(value, rel=1e-4)
+    outside = np.abs(np.exp((logprobs - batch.old_logprobs)[batch.loss_mask]) - 1) > 0.1
+    assert metrics["train/ratio_outside"] == pytest.approx(outside.mean(), rel=1e-4)
     assert metrics["train/entropy"] == pytest.approx(entropy[batch.loss_mask].mean(), rel=1e-4)
     assert metrics["train/loss_tokens"] == batch.loss_tokens
     assert unpack(logprobs, placements[0]).shape == (17,)
@@ -151,7 +209,10 @@ def test_forked_rows_make_the_same_update_as_plain_ones(hybrid, objective, aggre
             mask = np.arange(len(ids)) >= max(shared, 1)
             old = np.log(rng.uniform(0.01, 0.1, len(ids)))
             examples.append(Example(ids, mask, float(rng.normal()), old, weight=1.0 + n % 2, group=number))
-    config = StepConfig(micro_rows=2, aggregation=aggregation, objective=objective, temperature=TEMPERATURE)
+    terms = {}
+    if objective == "gspo":
+        examples, terms = with_reference(examples), {"kl_weight": 0.3, "kl_estimate": "k1", "entropy_weight": 0.2}
+    config = StepConfig(micro_rows=2, aggregation=aggregation, objective=objective, temperature=TEMPERATURE, **terms)
     step = make_rl_step(hybrid.config, config, SGD, hybrid.mesh, hybrid.shardings)
     results = []
     for packed in (pack, pack_forked):
