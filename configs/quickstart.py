@@ -98,6 +98,7 @@ def get_config() -> ml_collections.ConfigDict:
         stage.schedule = "cosine"
         stage.weight_decay = 0.01
         stage.clip_norm = 1.0
+        stage.moments_dtype = "float32"  # of Adam's or Muon's moments; bfloat16 saves memory where it is short
 
     c.rl = ml_collections.ConfigDict()
     c.rl.steps = 12
@@ -153,7 +154,13 @@ def get_config() -> ml_collections.ConfigDict:
     c.rl.micro_rows = 2
     c.rl.row_length = 1024
     c.rl.forked = True  # what the attempts of a group share is computed once
+    c.rl.moments_dtype = "float32"
     c.rl.save_every = 1
+    # Steps between validations on train tasks that are kept apart; the best step is the result. 0: the last step is.
+    # Off here: with twelve steps there is little to choose from.
+    c.rl.validate_every = 0
+    c.rl.validation_tasks = 0
+    c.rl.validation_attempts = 2
 
     c.eval = ml_collections.ConfigDict()
     c.eval.attempts = 2  # per held-out task

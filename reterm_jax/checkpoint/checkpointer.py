@@ -125,6 +125,11 @@ class Checkpointer:
         args = ocp.args.Composite(params=ocp.args.StandardRestore(abstract_params))
         return self._manager.restore(step, args=args)["params"]
 
+    def discard_after(self, step: int) -> None:
+        """Removes the steps beyond `step`, from which a run that resumes there comes again."""
+        for later in [found for found in self._manager.all_steps() if found > step]:
+            self._manager.delete(later)
+
     def metadata(self, step: int | None = None) -> dict[str, Any]:
         """What was saved beside the arrays: `fingerprint`, `step`, and what the loop gave to `save`."""
         step = self._existing(step)

@@ -4,11 +4,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from reterm_jax.policy.spec import ArraySpec
 
 NAMES = ("adamw", "muon")
+MOMENTS_DTYPES = ("float32", "bfloat16")
 SCHEDULES = ("constant", "linear", "cosine")
 
 
@@ -22,6 +24,9 @@ class OptimizerConfig:
         warmup: steps of linear warm-up; a value below 1 is a fraction of all steps.
         clip_norm: largest global norm of the gradient; 0 turns clipping off.
         weight_decay: decoupled, on matrices only (no norms, biases or decay rates).
+        moments_dtype: what the moments are stored in, "float32" or "bfloat16" (4 bytes less for each parameter with
+            Adam); they are computed in float32 either way. With b2 = 0.95 a second moment moves by 5 % of a new value
+            in each update, well above the 0.4 % that bfloat16 resolves; with 0.999 it would stand still.
     """
 
     name: str = "adamw"
@@ -34,12 +39,15 @@ class OptimizerConfig:
     b1: float = 0.9
     b2: float = 0.95
     eps: float = 1e-8
+    moments_dtype: str = "float32"
 
     def __post_init__(self) -> None:
         if self.name not in NAMES:
             raise ValueError(f"optimizer {self.name!r} is unknown; one of {', '.join(NAMES)}")
         if self.schedule not in SCHEDULES:
             raise ValueError(f"schedule {self.schedule!r} is unknown; one of {', '.join(SCHEDULES)}")
+        if self.moments_dtype not in MOMENTS_DTYPES:
+            raise ValueError(f"moments_dtype {self.moments_dtype!r} is unknown; one of {', '.join(MOMENTS_DTYPES)}")
         for field in ("learning_rate", "warmup", "clip_norm", "weight_decay", "final_fraction"):
             if getattr(self, field) < 0:
                 raise ValueError(f"{field} must not be negative, got {getattr(self, field)}")
@@ -77,6 +85,8 @@ def make_optimizer(config: OptimizerConfig, specs: Any, total_steps: int) -> opt
         moments = _muon(config, specs)
     else:
         moments = optax.chain(optax.scale_by_adam(config.b1, config.b2, config.eps), optax.scale(-1.0))
+    if config.moments_dtype != "float32":
+        moments = _stored_as(jnp.dtype(config.moments_dtype), moments)
     decay = jax.tree.map(_is_matrix, specs)
     return optax.chain(
         clip,
@@ -85,6 +95,22 @@ def make_optimizer(config: OptimizerConfig, specs: Any, total_steps: int) -> opt
         optax.add_decayed_weights(-config.weight_decay, decay) if config.weight_decay else optax.identity(),
         optax.scale_by_schedule(make_schedule(config, total_steps)),
     )
+
+
+def _stored_as(dtype: jnp.dtype, inner: optax.GradientTransformation) -> optax.GradientTransformation:
+    """`inner`, whose state is float32 while it computes and `dtype` in between."""
+
+    def cast(state: Any, to: jnp.dtype) -> Any:
+        return jax.tree.map(lambda x: x.astype(to) if jnp.issubdtype(x.dtype, jnp.floating) else x, state)
+
+    def init(params: Any) -> Any:
+        return cast(inner.init(params), dtype)
+
+    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        updates, state = inner.update(grads, cast(state, jnp.float32), params)
+        return updates, cast(state, dtype)
+
+    return optax.GradientTransformation(init, update)
 
 
 def _axes(spec: ArraySpec) -> tuple[str, ...]:

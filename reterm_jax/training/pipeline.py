@@ -14,8 +14,7 @@ import random
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 from ml_collections import ConfigDict
@@ -37,6 +36,7 @@ from reterm_jax.training.scoring import Scorer
 from reterm_jax.training.settings import Settings, SettingsError, Supervised, read_settings
 from reterm_jax.training.state import abstract_state, state_from_params
 from reterm_jax.training.steps import make_rl_step, make_score, make_sft_step
+from reterm_jax.training.stopping import GracefulStop
 from reterm_jax.training.workdir import Workdir, open_workdir
 
 
@@ -46,7 +46,8 @@ def run(config: ConfigDict, workdir: str) -> None:
     Raises errors that name file, field or task: see the callees.
     """
     settings = read_settings(config)
-    signal.signal(signal.SIGTERM, _interrupt)
+    stop = GracefulStop()
+    signal.signal(signal.SIGTERM, stop.handle)
     with open_workdir(workdir, config.to_dict()) as work:
         print(f"workdir {work.root}  seed {config.seed}  devices {jax.device_count()} × {jax.devices()[0].device_kind}")
         host = make_host(
@@ -57,14 +58,9 @@ def run(config: ConfigDict, workdir: str) -> None:
             run_id=hashlib.sha256(str(work.root).encode()).hexdigest()[:12],
         )
         try:
-            asyncio.run(_Stages(config, settings, work, host).run())
+            asyncio.run(_Stages(config, settings, work, host, stop).run())
         finally:
             asyncio.run(host.close())
-
-
-def _interrupt(signum: int, frame: FrameType | None) -> NoReturn:
-    """A polite kill unwinds like an interrupt, so that sandboxes are removed; the run resumes from its checkpoint."""
-    raise KeyboardInterrupt
 
 
 def split_train(tasks: Sequence[Task], share: float, seed: int) -> tuple[Sequence[Task], Sequence[Task]]:
@@ -81,11 +77,19 @@ def split_train(tasks: Sequence[Task], share: float, seed: int) -> tuple[Sequenc
     return shuffled[:first], shuffled[first:]
 
 
+def split_validation(tasks: Sequence[Task], count: int, seed: int) -> tuple[Sequence[Task], Sequence[Task]]:
+    """RL's tasks without a random `count` of them, and those. Raises SettingsError where RL would have none."""
+    if count >= len(tasks):
+        raise SettingsError(f"config.rl.validation_tasks is {count}, but RL has only {len(tasks)} tasks in all")
+    apart = set(random.Random(f"{seed}/validation").sample(range(len(tasks)), count))
+    return [t for i, t in enumerate(tasks) if i not in apart], [tasks[i] for i in sorted(apart)]
+
+
 class _Stages:
     """The stages of one run, with what they share."""
 
-    def __init__(self, config: ConfigDict, settings: Settings, work: Workdir, host: SandboxHost):
-        self.config, self.settings, self.work, self.host = config, settings, work, host
+    def __init__(self, config: ConfigDict, settings: Settings, work: Workdir, host: SandboxHost, stop: GracefulStop):
+        self.config, self.settings, self.work, self.host, self.stop = config, settings, work, host, stop
         self.sft_tasks, self.rl_tasks, self.test_tasks = self._tasks()
 
     async def run(self) -> None:
@@ -237,21 +241,38 @@ class _Stages:
                     abstract = abstract_state(abstract_params(model.config), optimizer, model.mesh, model.shardings)
                     state, _ = checkpointer.restore(abstract)
                 step = make_sft_step(model.config, stage.step, optimizer, model.mesh, model.shardings)
-                with MetricsWriter(directory, resume_step=int(state.step)) as metrics:
+                with MetricsWriter(directory, resume_step=int(state.step)) as metrics, self.stop.deferred():
                     state = sft_loop.run(
-                        data, state, step, stage.loop, checkpointer=checkpointer, metrics=metrics, phase=name
+                        data,
+                        state,
+                        step,
+                        stage.loop,
+                        checkpointer=checkpointer,
+                        metrics=metrics,
+                        phase=name,
+                        stop=self.stop,
                     )
                 return state.params
 
     async def _reinforce(self, sampler: JaxSampler, params: Any) -> Any:
         model, rl = self.model, self.settings.rl
-        with Checkpointer(self.work.root / "rl" / "checkpoints", fingerprint=self._fingerprint()) as checkpointer:
+        directory, fingerprint = self.work.root / "rl", self._fingerprint()
+        with contextlib.ExitStack() as stack:
+            checkpointer = stack.enter_context(Checkpointer(directory / "checkpoints", fingerprint=fingerprint))
+            best = checkpointer
+            if rl.loop.validate_every:
+                best = stack.enter_context(Checkpointer(directory / "best", fingerprint=fingerprint))
             with self.work.phase("rl") as pending:
                 if not pending:
-                    return checkpointer.restore_params(self._abstract_params)
+                    return self._best_params(best)
                 updates = rl.loop.steps * rl.loop.epochs * rl.loop.updates
                 optimizer = make_optimizer(rl.optimizer, param_specs(model.config), updates)
                 first, saved = checkpointer.latest_step or 0, None
+                tasks, validation = self.rl_tasks, None
+                if rl.loop.validate_every:
+                    best.discard_after(first)
+                    tasks, apart = split_validation(tasks, rl.loop.validation_tasks, self.config.seed)
+                    validation = rl_loop.Validation(apart, best)
                 if first:
                     abstract = abstract_state(abstract_params(model.config), optimizer, model.mesh, model.shardings)
                     state, saved = checkpointer.restore(abstract)
@@ -262,10 +283,10 @@ class _Stages:
                 if rl.scoring.own or rl.scoring.reference:
                     score = make_score(model.config, rl.step, model.mesh, model.shardings)
                     scorer = Scorer(rl.scoring, score, reference_params=params)
-                with MetricsWriter(self.work.root / "rl", resume_step=first) as metrics:
+                with MetricsWriter(directory, resume_step=first) as metrics, self.stop.deferred():
                     state = await rl_loop.run(
                         rl.loop,
-                        self.rl_tasks,
+                        tasks,
                         self._roller(sampler),
                         sampler,
                         state,
@@ -275,5 +296,12 @@ class _Stages:
                         metrics=metrics,
                         saved=saved,
                         scorer=scorer,
+                        validation=validation,
+                        stop=self.stop,
                     )
-                return state.params
+                return state.params if best is checkpointer else self._best_params(best)
+
+    def _best_params(self, best: Checkpointer) -> Any:
+        if best.latest_step is None:
+            raise SettingsError("no validation had a graded attempt, so there is no best policy; see the sandbox's log")
+        return best.restore_params(self._abstract_params)

@@ -4,6 +4,7 @@ With `states` = 0 this is plain GRPO. A step is a function of (seed, step, param
 from its last checkpoint and does the lost steps again, with the same attempts.
 """
 
+import asyncio
 import dataclasses
 import random
 import time
@@ -28,6 +29,7 @@ from reterm_jax.training.metrics import MetricsWriter, format_progress, format_s
 from reterm_jax.training.scoring import Scorer
 from reterm_jax.training.state import TrainState
 from reterm_jax.training.steps import TrainStep
+from reterm_jax.training.stopping import GracefulStop
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,8 @@ class RLConfig:
         row_length: tokens of a packed row.
         forked: compute what the attempts of a group share once; False computes it for each, to the same effect.
         save_every: steps between checkpoints; the last step is always saved.
+        validate_every: steps between validations; 0 for none. The last step is always validated.
+        validation_tasks, validation_attempts: how many of the tasks are kept apart for that, and attempts on each.
     """
 
     steps: int
@@ -62,16 +66,24 @@ class RLConfig:
     row_length: int
     forked: bool
     save_every: int
+    validate_every: int
+    validation_tasks: int
+    validation_attempts: int
     seed: int
     pool: PoolConfig = dataclasses.field(default_factory=PoolConfig)
 
     def __post_init__(self) -> None:
-        for field in ("tasks", "attempts", "epochs", "updates", "row_length", "save_every"):
+        for field in ("tasks", "attempts", "epochs", "updates", "row_length", "save_every", "validation_attempts"):
             if getattr(self, field) < 1:
                 raise ValueError(f"{field} must be at least 1, got {getattr(self, field)}")
-        for field in ("steps", "states", "forks", "recovery_weight"):
+        for field in ("steps", "states", "forks", "recovery_weight", "validate_every", "validation_tasks"):
             if getattr(self, field) < 0:
                 raise ValueError(f"{field} must not be negative, got {getattr(self, field)}")
+        if bool(self.validate_every) != bool(self.validation_tasks):
+            raise ValueError(
+                f"validate_every is {self.validate_every} and validation_tasks {self.validation_tasks}; set both to "
+                "keep the best checkpoint by validation, or neither"
+            )
         if self.baseline not in BASELINES:
             raise ValueError(f"baseline {self.baseline!r} is unknown; one of {', '.join(BASELINES)}")
         if not 0 <= self.failed_credit <= 1:
@@ -80,6 +92,35 @@ class RLConfig:
             raise ValueError(f"fork_at {self.fork_at!r} is unknown; one of {', '.join(FORK_AT)}")
         if self.states and not self.forks:
             raise ValueError("forks is 0 while states is not; set states=0 for plain GRPO")
+
+
+@dataclass(frozen=True)
+class Validation:
+    """Keeps the state that earns most on tasks that RL does not train on.
+
+    Attributes:
+        tasks: always attempted with the same seeds, so that steps are compared on equal terms.
+        best: holds the best state so far (on a tie the earlier one), with its reward as metadata.
+    """
+
+    tasks: Sequence[Task]
+    best: Checkpointer
+
+    async def __call__(self, roller: Roller, config: RLConfig, step: int, state: TrainState) -> float:
+        """The mean reward of the sampler's present policy; NaN where nothing was graded."""
+        gate = asyncio.Semaphore(roller.concurrent)
+        groups = await asyncio.gather(
+            *(
+                roller.root_group(task, config.validation_attempts, f"{config.seed}/validation/{task.id}", gate, False)
+                for task in self.tasks
+            )
+        )
+        rewards = [reward for group, _ in groups for reward in group.rewards if reward is not None]
+        reward = float(np.mean(rewards)) if rewards else float("nan")
+        known = self.best.metadata()["reward"] if self.best.latest_step is not None else -float("inf")
+        if reward > known:
+            self.best.save(step, state, {"reward": reward})
+        return reward
 
 
 async def run(
@@ -95,6 +136,8 @@ async def run(
     metrics: MetricsWriter,
     saved: Mapping[str, Any] | None = None,
     scorer: Scorer | None = None,
+    validation: Validation | None = None,
+    stop: GracefulStop | None = None,
     log: Callable[[str], None] = print,
 ) -> TrainState:
     """Trains from `first_step` to `config.steps` and returns the final state, which is also saved.
@@ -104,6 +147,9 @@ async def run(
         state: donated to the first update.
         saved: the metadata of the checkpoint that `state` was restored from.
         scorer: computes what updates need beside the sampler's logprobs; None where they need nothing else.
+        validation: keeps the best state.
+        stop: when it is requested, an update that runs is finished and a rollout that runs is given up (it would be
+            done again alike); the last whole step is saved, and KeyboardInterrupt raised.
     """
     saved = saved or {}
     rates = RecoveryRates(config.pool.target_rate, saved.get("recovery_rates"))
@@ -113,13 +159,15 @@ async def run(
             f"rl: {saved['waiting_states']} failure states waited when the run was cut off; their snapshots went with "
             "it, so the pool begins empty"
         )
+    stop = stop or GracefulStop()
+    record: dict[str, Any] = {}
     async with pool:
         durations: list[float] = []
         for step in range(first_step, config.steps):
             start = time.monotonic()
             sampler.update(state.params, step)
             sampler.tokens_sampled = 0
-            groups = await roll_step(
+            rollout = roll_step(
                 dataclasses.replace(roller, fork_at=config.fork_at),
                 choose_tasks(tasks, config.tasks, config.seed, step),
                 attempts=config.attempts,
@@ -128,6 +176,12 @@ async def run(
                 seed=f"{config.seed}/step{step}",
                 pool=pool,
             )
+            groups = await stop.unless_requested(rollout)
+            if groups is None:
+                if record and checkpointer.latest_step != step:
+                    checkpointer.save(step, state, record)
+                log(f"rl: stopped after step {step}; start again to go on from there")
+                raise KeyboardInterrupt
             await pool.end_step(step + 1)
             rolled = time.monotonic()
             selection = group_examples(
@@ -153,10 +207,19 @@ async def run(
                 "train/seconds": time.monotonic() - rolled,
             }
             durations = (durations + [time.monotonic() - start])[-10:]
+            last = step + 1 == config.steps
+            if validation is not None and ((step + 1) % config.validate_every == 0 or last):
+                sampler.update(state.params, step + 1)
+                values["validation/reward"] = await validation(roller, config, step + 1, state)
             values = metrics.write(step + 1, values)
             log(_progress_line(config, step, values, durations))
-            if (step + 1) % config.save_every == 0 or step + 1 == config.steps:
-                record = {"rl_step": step + 1, "recovery_rates": pool.rates.to_dict(), "waiting_states": len(pool)}
+            if values.get("train/skipped") and examples:
+                log(
+                    f"rl: step {step + 1}: {values['train/skipped']:.0%} of its updates were skipped, because their "
+                    "gradient is not finite; they changed no parameter"
+                )
+            record = {"rl_step": step + 1, "recovery_rates": pool.rates.to_dict(), "waiting_states": len(pool)}
+            if (step + 1) % config.save_every == 0 or last:
                 checkpointer.save(step + 1, state, record)
     sampler.update(state.params, config.steps)
     return state

@@ -139,6 +139,7 @@ def _optimizer(stage: ConfigDict) -> OptimizerConfig:
         schedule=stage.schedule,
         warmup=stage.warmup,
         clip_norm=stage.clip_norm,
+        moments_dtype=stage.moments_dtype,
         weight_decay=stage.weight_decay,
     )
 

@@ -15,6 +15,7 @@ from reterm_jax.tokens.packing import Batch, Example, pack
 from reterm_jax.training.metrics import MetricsWriter, format_progress, format_seconds
 from reterm_jax.training.state import TrainState
 from reterm_jax.training.steps import TrainStep
+from reterm_jax.training.stopping import GracefulStop
 
 
 @dataclass(frozen=True)
@@ -80,12 +81,14 @@ def run(
     metrics: MetricsWriter,
     phase: str = "sft",
     metadata: Mapping[str, Any] | None = None,
+    stop: GracefulStop | None = None,
     log: Callable[[str], None] = print,
 ) -> TrainState:
     """Trains from `state.step` to the last update and returns the final state, which is also saved.
 
     A state restored at step s continues exactly as a run that was never stopped. `metadata` goes into every
-    checkpoint. Update n is dispatched before the metrics of n − 1 are read, so that the device does not wait.
+    checkpoint. When `stop` is requested, the state is saved after the update that is running, and KeyboardInterrupt is
+    raised. Update n is dispatched before the metrics of n − 1 are read, so that the device does not wait.
     """
     first, total = int(state.step), data.total_steps
     packed = data.packed
@@ -114,13 +117,17 @@ def run(
         if pending is not None:
             report(*pending)
         pending = (index + 1, batch.used_tokens, scalars)
-        save = (index + 1) % config.checkpoint_every == 0 or index + 1 == total
+        stopping = stop is not None and stop.requested
+        save = (index + 1) % config.checkpoint_every == 0 or index + 1 == total or stopping
         if save:
             # Written first, so that a checkpoint never lacks the metrics of its own step.
             report(*pending)
             pending = None
             if checkpointer is not None:
                 checkpointer.save(index + 1, state, metadata or {})
+            if stopping:
+                log(f"{phase}: stopped after update {index + 1}; start again to go on from there")
+                raise KeyboardInterrupt
     return state
 
 

@@ -91,3 +91,26 @@ def test_updates_go_downhill_and_large_gradients_are_clipped():
     assert all((u < 0).all() for u in jax.tree.leaves(updates))
     adam = next(s for s in jax.tree.leaves(state, is_leaf=lambda x: hasattr(x, "mu")) if hasattr(s, "mu"))
     assert float(optax.tree.norm(adam.mu)) == pytest.approx(0.1, rel=1e-3)  # (1 - b1) · clip_norm
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_moments_in_bfloat16_take_half_the_memory_and_make_nearly_the_same_updates(name):
+    params, results = random_tree(0), []
+    for dtype in ("float32", "bfloat16"):
+        optimizer = make_optimizer(OptimizerConfig(name=name, learning_rate=0.1, moments_dtype=dtype), SPECS, 10)
+        state = optimizer.init(params)
+        stored = [x for x in jax.tree.leaves(state) if x.ndim]
+        assert {x.dtype for x in stored} == {jnp.dtype(dtype)}
+        for seed in range(3):
+            updates, state = jax.jit(optimizer.update)(random_tree(seed), state, params)
+        assert {x.dtype for x in jax.tree.leaves(state) if x.ndim} == {jnp.dtype(dtype)}
+        assert {x.dtype for x in jax.tree.leaves(updates)} == {jnp.dtype("float32")}
+        results.append(updates)
+    # Of the whole update: Newton–Schulz makes small singular values, and with them their rounding, large.
+    for a, b in zip(*map(jax.tree.leaves, results), strict=True):
+        assert np.linalg.norm(a - b) < 0.05 * np.linalg.norm(a)
+
+
+def test_unknown_moments_are_named():
+    with pytest.raises(ValueError, match="moments_dtype 'int8' is unknown; one of float32, bfloat16"):
+        OptimizerConfig(moments_dtype="int8")

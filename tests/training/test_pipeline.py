@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from reterm_jax.training.pipeline import split_train
+from reterm_jax.training.pipeline import split_train, split_validation
 from reterm_jax.training.settings import SettingsError
 
 REPO = Path(__file__).parents[2]
@@ -187,6 +187,15 @@ def test_sft_and_rl_share_no_task():
     for share in (0.01, 0.99):
         with pytest.raises(SettingsError, match="of 20 train tasks leaves SFT or RL without any"):
             split_train(tasks, share, seed=0)
+
+
+def test_validation_tasks_are_kept_apart():
+    tasks = [f"task{i}" for i in range(10)]
+    rest, apart = split_validation(tasks, 3, seed=0)
+    assert len(apart) == 3 and sorted([*rest, *apart]) == tasks
+    assert split_validation(tasks, 0, seed=0) == (tasks, [])
+    with pytest.raises(SettingsError, match="validation_tasks is 10, but RL has only 10 tasks"):
+        split_validation(tasks, 10, seed=0)
 
 
 def test_a_malformed_task_is_named(tmp_path):

@@ -1,17 +1,30 @@
 """What one step of the RL loop trains on, and which of its numbers mean what."""
 
+import asyncio
+from types import SimpleNamespace
+
+import jax
 import numpy as np
 import pytest
 
+from reterm_jax.agent.attempt import Attempt
+from reterm_jax.checkpoint.checkpointer import Checkpointer
+from reterm_jax.rollout.groups import Group, Roller
+from reterm_jax.tasks.outcome import Outcome
 from reterm_jax.tokens.packing import Example
+from reterm_jax.tokens.transcript import Span, Transcript
 from reterm_jax.training import rl_loop
-from reterm_jax.training.rl_loop import RLConfig, choose_tasks
+from reterm_jax.training.metrics import MetricsWriter, read_metrics
+from reterm_jax.training.rl_loop import RLConfig, Validation, choose_tasks
+from reterm_jax.training.steps import StepConfig, make_rl_step
+from reterm_jax.training.stopping import GracefulStop
 
 
 def config(**changes):
     values = dict(
         steps=2, tasks=2, attempts=4, states=2, forks=4, fork_at="end", recovery_weight=1.0, baseline="mean",
-        standardise=False, failed_credit=0.0, epochs=3, updates=2, row_length=32, forked=True, save_every=1, seed=0,
+        standardise=False, failed_credit=0.0, epochs=3, updates=2, row_length=32, forked=True, save_every=1,
+        validate_every=0, validation_tasks=0, validation_attempts=1, seed=0,
     )  # fmt: skip
     return RLConfig(**{**values, **changes})
 
@@ -45,3 +58,109 @@ def test_tasks_are_walked_through_in_shuffled_rounds():
     second = [t for step in range(3, 6) for t in choose_tasks(tasks, 2, 0, step)]
     assert sorted(first) == sorted(second) == tasks and first != second
     assert choose_tasks(tasks, 2, 0, 4) == second[2:4]
+
+
+def sampled(name, rng, reward):
+    ids = tuple(int(i) for i in rng.integers(0, 32, 9))
+    spans = [Span("prompt", ids[:4]), Span("policy", ids[4:], tuple(rng.uniform(-4, -3, 5)), 0)]
+    return Attempt(name, "task", Transcript(spans), outcome=Outcome.from_reward(reward))
+
+
+class Sampler:
+    tokens_sampled = 0
+
+    def update(self, params, version):
+        self.params, self.version = params, version
+
+
+@pytest.fixture
+def job(tmp_path, policy, sft, monkeypatch):
+    """A function that trains in a directory and returns the state (None where it was stopped), with what it logged.
+
+    The rollouts are made up by their seed; what is real is updates, checkpoints and the pool's record.
+    """
+    step = make_rl_step(policy.config, StepConfig(micro_rows=2), sft.optimizer, policy.mesh, policy.shardings)
+
+    async def release(snapshot):
+        raise AssertionError("no snapshot was taken")
+
+    roller = Roller(SimpleNamespace(release=release), None, None, None, 1, "again")
+
+    def train(name, stop_in=None, **changes):
+        settings, stop, lines = config(**{"steps": 4, "save_every": 3, **changes}), GracefulStop(), []
+
+        async def roll_step(roller, tasks, *, seed, pool, **counts):
+            await asyncio.sleep(0)
+            if seed == stop_in:
+                stop.requested = True
+                await asyncio.sleep(60)
+            rng = np.random.default_rng(int(seed.rpartition("step")[2]))
+            groups = [
+                Group("root", "task", tuple(sampled(f"{g}{i}", rng, float(i % 2)) for i in range(4))) for g in range(3)
+            ]
+            pool.rates.update([("task", list(rng.uniform(size=2)))])
+            return groups
+
+        monkeypatch.setattr(rl_loop, "roll_step", roll_step)
+        with (
+            Checkpointer(tmp_path / name / "checkpoints") as saved,
+            MetricsWriter(tmp_path / name, resume_step=saved.latest_step or 0, tensorboard=False) as metrics,
+        ):
+            first, state, record = saved.latest_step or 0, policy.new_state(sft.optimizer), None
+            if first:
+                state, record = saved.restore(policy.abstract_state(sft.optimizer))
+            options = {"checkpointer": saved, "metrics": metrics, "saved": record, "stop": stop, "log": lines.append}
+            arguments = settings, ["task"], roller, Sampler(), state, step
+            try:
+                with stop.deferred():
+                    state = asyncio.run(rl_loop.run(*arguments, first_step=first, **options))
+                return state, saved.metadata(), lines
+            except KeyboardInterrupt:
+                return None, saved.metadata(), lines
+
+    return train
+
+
+def test_a_run_stopped_in_a_rollout_saves_and_ends_exactly_like_an_unbroken_one(tmp_path, job):
+    whole, record, _ = job("whole")
+    stopped, halfway, lines = job("broken", stop_in="0/step2")
+    assert stopped is None and halfway["rl_step"] == 2  # save_every is 3
+    assert "stopped after step 2" in lines[-1]
+    resumed, again, _ = job("broken")
+    jax.tree.map(np.testing.assert_array_equal, whole, resumed)
+    assert again == record and set(record["recovery_rates"]) == {"task"}
+    losses = [[(m["step"], m["train/loss"]) for m in read_metrics(tmp_path / name)] for name in ("whole", "broken")]
+    assert losses[0] == losses[1] and [step for step, _ in losses[0]] == [1, 2, 3, 4]
+
+
+def test_states_that_waited_when_the_run_was_killed_are_gone_and_it_says_so(job, monkeypatch):
+    job("killed", steps=3)
+    real = Checkpointer.restore
+
+    def restore(self, abstract, step=None):
+        state, record = real(self, abstract, step)
+        return state, record | {"waiting_states": 7}
+
+    monkeypatch.setattr(Checkpointer, "restore", restore)
+    _, record, lines = job("killed")
+    assert lines[0].startswith("rl: 7 failure states waited") and record["waiting_states"] == 0
+
+
+def test_the_best_state_is_kept_and_a_tie_keeps_the_earlier(tmp_path, policy, sft):
+    rewards = iter([0.25, 0.75, 0.75, None, 0.5])
+
+    class Scripted:
+        concurrent = 1
+
+        async def root_group(self, task, size, seed, gate, keep):
+            assert (size, seed, keep) == (1, "0/validation/t", False)
+            return SimpleNamespace(rewards=[next(rewards), None]), []
+
+    with Checkpointer(tmp_path) as best:
+        validation = Validation([SimpleNamespace(id="t")], best)
+        state = policy.new_state(sft.optimizer)
+        found = [asyncio.run(validation(Scripted(), config(), step, state)) for step in range(1, 6)]
+        assert best.latest_step == 2 and best.metadata()["reward"] == 0.75
+        np.testing.assert_array_equal(found, [0.25, 0.75, 0.75, np.nan, 0.5])
+        best.discard_after(1)
+        assert best.latest_step == 1 and best.metadata()["reward"] == 0.25

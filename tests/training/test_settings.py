@@ -42,6 +42,8 @@ def quickstart(**overrides):
         ({"rl__correction_mode": "clip"}, "config.rl: correction_mode 'clip' is unknown; one of capped, masked"),
         ({"rl__correction_cap": 1.0}, "config.rl: correction_cap must be above 1, got 1.0"),
         ({"rl__max_mismatch": -1.0}, "config.rl: max_mismatch must not be negative, got -1.0"),
+        ({"rl__validate_every": 5}, "config.rl: validate_every is 5 and validation_tasks 0; set both"),
+        ({"rl__moments_dtype": "int8"}, "config.rl: moments_dtype 'int8' is unknown; one of float32, bfloat16"),
         ({"rl__failed_credit": 2.0}, "config.rl: failed_credit must be in [0, 1], got 2.0"),
     ],
 )

@@ -5,6 +5,7 @@ import pytest
 from reterm_jax.checkpoint.checkpointer import Checkpointer
 from reterm_jax.training.metrics import MetricsWriter, read_metrics
 from reterm_jax.training.sft_loop import PackedEpochs, SFTConfig, run
+from reterm_jax.training.stopping import GracefulStop
 
 CONFIG = SFTConfig(epochs=2, row_length=16, rows_per_update=2, seed=3, log_every=2, checkpoint_every=2)
 
@@ -69,6 +70,22 @@ def test_a_run_stopped_after_a_checkpoint_ends_exactly_like_an_unbroken_one(tmp_
     assert losses[0] == losses[1]
     assert [step for step, _ in losses[0]] == list(range(1, data.total_steps + 1))
     assert "loss tokens in" in lines[0] and lines[-1].startswith(f"sft    {data.total_steps}/{data.total_steps}  loss ")
+
+
+def test_a_requested_stop_saves_the_update_that_ran(tmp_path, policy, job):
+    data, optimizer, step = job
+    stop = GracefulStop()
+
+    def stopped_by_the_third(state, batch):
+        stop.requested = int(state.step) == 2
+        return step(state, batch)
+
+    with Checkpointer(tmp_path / "checkpoints") as saved, MetricsWriter(tmp_path, tensorboard=False) as metrics:
+        options = {"checkpointer": saved, "metrics": metrics, "stop": stop, "log": lambda _: None}
+        with pytest.raises(KeyboardInterrupt):
+            run(data, policy.new_state(optimizer), stopped_by_the_third, CONFIG, **options)
+        assert saved.latest_step == 3 and int(saved.restore(policy.abstract_state(optimizer))[0].step) == 3
+    assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2, 3]
 
 
 def test_a_finished_run_does_nothing_more(tmp_path, policy, job):
