@@ -54,7 +54,7 @@ def _compare(config: QwenConfig, groups: int, P: int, S: int, K: int, *, show: b
     examples = _examples(np.random.default_rng(0), config.vocab_size, groups, P, S, K)
     batches = {
         "plain": _tightest(pack, examples, max(len(example.ids) for example in examples)),
-        "forked": _tightest(pack_forked, examples, P + K * S),
+        "forked": _tightest(pack_forked, examples, P + sum(len(e.ids) - P for e in examples[:K]) + 1),
     }
     mesh = make_mesh()
     shardings = param_shardings(config, mesh)
