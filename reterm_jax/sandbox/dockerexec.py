@@ -50,9 +50,8 @@ for _dir in {shell.STATE_DIR} /dev/shm /tmp; do
   {{ printf %s "$_command" > "$_out.in"; }} 2>/dev/null && break
 done
 exec {COMMAND_FD}< "$_out.in"
-rm -f "$_out.in"
 exec {_OUTPUT_FD}>> "$_out"
-rm -f "$_out"
+rm -f "$_out.in" "$_out"
 _out=/proc/$$/fd/{_OUTPUT_FD}
 [ -z "$_relieved" ] || printf '%s\n' "$_relieved" >&{_OUTPUT_FD}
 _begin=${{EPOCHREALTIME/[.,]/}}
@@ -74,7 +73,9 @@ if [ $_status = 124 -o $_status = 137 ] && [ $(( ${{EPOCHREALTIME/[.,]/}} - _beg
 fi
 exec {COMMAND_FD}<&-
 _relieve "$4"
-_size=$(stat -L -c %s "$_out")
+# Where the output ends is told without a program; one that is short is sent whole, however long it is by now.
+read -r _ _size < "/proc/$$/fdinfo/{_OUTPUT_FD}"
+[ "$_size" -le $(( 2 * $2 )) ] || _size=$(stat -L -c %s "$_out")
 printf '%s %s\n' "$_status" "$_size"
 if [ "$_size" -le $(( 2 * $2 )) ]; then cat "$_out"; else head -c "$2" "$_out"; tail -c "$2" "$_out"; fi
 """
@@ -158,7 +159,8 @@ def _run(api: Any, container: str, call: Call) -> tuple[int, BoundedOutput] | st
         stream.close()
     if status is None:
         return errors.decode("utf-8", "replace").strip()
-    output.skip(size - received)
+    if size > 2 * KEEP_BYTES:
+        output.skip(size - received)
     return status, output
 
 
