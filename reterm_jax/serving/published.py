@@ -86,7 +86,7 @@ def read_manifest(directory: str | Path) -> Manifest:
         record = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise PublishedError(f"{path}: no such file; give a directory that the trainer published") from None
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise PublishedError(f"{path}: not JSON ({error}); publish again") from None
     try:
         if record["format"] != FORMAT:
@@ -115,7 +115,7 @@ def read_tensors(directory: str | Path) -> Iterator[tuple[str, np.ndarray]]:
         name, future, _ = waiting.pop(0)
         try:
             return name, future.result()
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             raise PublishedError(f"{directory}: tensor {name} cannot be read ({error}); publish again") from error
 
     for name, (shape, dtype) in manifest.tensors.items():
@@ -149,7 +149,7 @@ def _open(weights: Path, manifest: Manifest) -> dict[str, ts.TensorStore]:
     for name, future in futures.items():
         try:
             array = future.result()
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             raise PublishedError(
                 f"{weights}: tensor {name} of the manifest is missing ({error}); publish again"
             ) from None

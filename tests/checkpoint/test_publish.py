@@ -166,7 +166,7 @@ def test_damaged_directories_are_refused_before_the_first_tensor(tmp_path, sourc
     refused("tensor absent of the manifest is missing", tensors={**tensors, "absent": tensors[first]})
     refused("the manifest says float32", tensors={**tensors, first: {**tensors[first], "dtype": "float32"}})
     refused("one logprob less", probe={"ids": [1, 2], "logprobs": []})
-    refused("'version'", **{"version": None})
+    refused("NoneType", version=None)
     path.write_text("{")
     with pytest.raises(PublishedError, match="not JSON"):
         read_manifest(published.path(1))
