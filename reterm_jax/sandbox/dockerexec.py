@@ -80,6 +80,7 @@ printf '%s %s\n' "$_status" "$_size"
 if [ "$_size" -le $(( 2 * $2 )) ]; then cat "$_out"; else head -c "$2" "$_out"; tail -c "$2" "$_out"; fi
 """
 _PROBE_SECONDS = 10.0
+_SETTLE = 2.0
 _LOADER = "IFS= read -r -d '' _runner; eval \"$_runner\""
 
 
@@ -111,14 +112,21 @@ def run(api: Any, container: str, call: Call) -> tuple[int, BoundedOutput]:
     if isinstance(done, tuple):
         return done
     # Nothing was reported. Has the container ended, has the command killed its runner, or can nothing run any more?
+    _check_runs(api, container)
+    probe = Call("", ":", _PROBE_SECONDS, call.processes, "", {})
+    if not isinstance(_run(api, container, probe), tuple):
+        time.sleep(_SETTLE)  # the daemon notices the end of a container later than its streams break off
+        _check_runs(api, container)
+        raise Broken(f"no command can run (bash and coreutils are needed): {done}")
+    return 137, BoundedOutput.of("The command and everything else that ran was killed")
+
+
+def _check_runs(api: Any, container: str) -> None:
+    """Raises SandboxError if the container has ended."""
     state = api.inspect_container(container)["State"]
     if not state["Running"]:
         memory = ": out of memory" if state.get("OOMKilled") else ""
         raise SandboxError(f"container {container} has ended while a command ran{memory}")
-    probe = Call("", ":", _PROBE_SECONDS, call.processes, "", {})
-    if not isinstance(_run(api, container, probe), tuple):
-        raise Broken(f"no command can run (bash and coreutils are needed): {done}")
-    return 137, BoundedOutput.of("The command and everything else that ran was killed")
 
 
 def _run(api: Any, container: str, call: Call) -> tuple[int, BoundedOutput] | str:
