@@ -1,5 +1,20 @@
 """Options of the whole suite. A test that cannot run here is skipped with a reason, and `-rs` lists it."""
 
+import gc
+import sys
+
+import pytest
+
+
+@pytest.fixture(autouse=True, scope="module")
+def free_programs():
+    """Every compiled program holds memory maps, of which a process may have 65,530: XLA crashes where there are none
+    left."""
+    yield
+    if "jax" in sys.modules:
+        sys.modules["jax"].clear_caches()
+        gc.collect()
+
 
 def pytest_addoption(parser):
     parser.addoption("--require-all", action="store_true", help="fail if any test was left out")
