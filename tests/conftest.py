@@ -8,8 +8,8 @@ import pytest
 
 @pytest.fixture(autouse=True, scope="module")
 def free_programs():
-    """Every compiled program holds memory maps, of which a process may have 65,530: XLA crashes where there are none
-    left."""
+    """Every compiled program holds three memory maps, of which Linux gives a process 65,530: where none is left XLA
+    crashes with a segmentation fault. The whole suite in one process would come that far."""
     yield
     if "jax" in sys.modules:
         sys.modules["jax"].clear_caches()

@@ -6,8 +6,7 @@ import sys
 from pathlib import Path
 
 CHECK = """
-import json
-import tempfile
+import sys
 from pathlib import Path
 
 import jax
@@ -27,7 +26,7 @@ sizes = dict(
 )
 config = QwenConfig.from_hf(sizes, initializer_range=0.2, compute_dtype="float32", remat="none", chunk_size=16)
 params = jax.tree.map(np.asarray, jax.jit(init_params, static_argnums=0)(config, jax.random.key(0)))
-workspace = Path(tempfile.mkdtemp())
+workspace = Path(sys.argv[1])
 (workspace / "source").mkdir()
 read = []
 for number, mesh in enumerate((make_mesh(devices=jax.devices()[:1]), make_mesh(data=2, fsdp=2, tensor=2))):
@@ -44,9 +43,11 @@ print("same", len(one_tensors))
 """
 
 
-def test_sharded_parameters_give_the_same_publication():
+def test_sharded_parameters_give_the_same_publication(tmp_path):
     env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
     env["PYTHONPATH"] = str(Path(__file__).parents[2])
-    done = subprocess.run([sys.executable, "-c", CHECK], env=env, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        [sys.executable, "-c", CHECK, str(tmp_path)], env=env, capture_output=True, text=True, timeout=600
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.splitlines()[-1].startswith("same")
