@@ -2,7 +2,9 @@
 
 With Qwen's vocabulary the float32 logits of one 32k-token row are 33 GB. Both passes therefore run over slices of the
 time axis: the forward pass keeps only one log-normaliser per token, and the backward pass computes the slice's logits
-again. The batch axis is never sliced, so a batch that is sharded over devices stays where it is.
+again. Where one slice holds all the tokens its logits are kept for the backward pass: that comes next, so the peak of
+memory stays that of a slice, and a quarter of the products is saved. The batch axis is never sliced, so a batch that is
+sharded over devices stays where it is.
 """
 
 import functools
@@ -58,6 +60,8 @@ def _token_logprobs(hidden_BTD, head_VD, targets_BT, temperature, steps):
 
 def _forward(hidden_BTD, head_VD, targets_BT, temperature, steps):
     head32_VD = head_VD.astype(jnp.float32)
+    time = targets_BT.shape[1]
+    keep = steps == time
 
     def score(carry, inputs):
         hidden_ND, targets_N = map(_tokens, inputs)
@@ -66,22 +70,25 @@ def _forward(hidden_BTD, head_VD, targets_BT, temperature, steps):
         # A masked sum instead of a gather: it stays local when the vocabulary is sharded.
         chosen_N = jnp.sum(jnp.where(_is_target(logits_NV, targets_N), logits_NV, 0.0), axis=-1)
         mean_N = jnp.sum(jnp.exp(logits_NV - norm_N[:, None]) * logits_NV, axis=-1)
-        return carry, tuple(x_N.reshape(inputs[1].shape) for x_N in (chosen_N - norm_N, norm_N - mean_N, norm_N))
+        scores = tuple(x_N.reshape(inputs[1].shape) for x_N in (chosen_N - norm_N, norm_N - mean_N, norm_N))
+        return carry, (scores, logits_NV if keep else None)
 
-    _, (logprobs, entropy, norm) = lax.scan(score, None, (_split(hidden_BTD, steps), _split(targets_BT, steps)))
-    time = targets_BT.shape[1]
-    logprobs_BT, entropy_BT, norm_BT = (_join(x, time) for x in (logprobs, entropy, norm))
-    return (logprobs_BT, entropy_BT), (hidden_BTD, head_VD, targets_BT, norm_BT, entropy_BT)
+    _, (scores, logits) = lax.scan(score, None, (_split(hidden_BTD, steps), _split(targets_BT, steps)))
+    logprobs_BT, entropy_BT, norm_BT = (_join(x, time) for x in scores)
+    return (logprobs_BT, entropy_BT), (hidden_BTD, head_VD, targets_BT, norm_BT, entropy_BT, logits)
 
 
 def _backward(temperature, steps, residuals, cotangents):
-    hidden_BTD, head_VD, targets_BT, norm_BT, entropy_BT = residuals
+    hidden_BTD, head_VD, targets_BT, norm_BT, entropy_BT, logits = residuals
     head32_VD = head_VD.astype(jnp.float32)
-    inputs = tuple(_split(x, steps) for x in (hidden_BTD, targets_BT, norm_BT, entropy_BT, *cotangents))
+    by_token = tuple(_split(x, steps) for x in (hidden_BTD, targets_BT, norm_BT, entropy_BT, *cotangents))
 
-    def differentiate(head_grad_VD, inputs):
+    def differentiate(head_grad_VD, slice_):
+        inputs, logits_NV = slice_
         hidden_ND, targets_N, norm_N, entropy_N, dlogprob_N, dentropy_N = map(_tokens, inputs)
-        logp_NV = _logits(hidden_ND, head32_VD, temperature) - norm_N[:, None]
+        if logits_NV is None:
+            logits_NV = _logits(hidden_ND, head32_VD, temperature)
+        logp_NV = logits_NV - norm_N[:, None]
         # d logprob / d logit = onehot - p ; d entropy / d logit = -p (log p + entropy)
         chosen_NV = jnp.where(_is_target(logp_NV, targets_N), dlogprob_N[:, None], 0.0)
         slope_NV = dlogprob_N[:, None] + dentropy_N[:, None] * (logp_NV + entropy_N[:, None])
@@ -90,7 +97,7 @@ def _backward(temperature, steps, residuals, cotangents):
         head_grad_VD += jnp.einsum("nv,nd->vd", dlogits_NV, hidden_ND.astype(jnp.float32), precision=_PRECISION)
         return head_grad_VD, dhidden_ND.astype(hidden_BTD.dtype).reshape(inputs[0].shape)
 
-    head_grad_VD, dhidden = lax.scan(differentiate, jnp.zeros(head_VD.shape, jnp.float32), inputs)
+    head_grad_VD, dhidden = lax.scan(differentiate, jnp.zeros(head_VD.shape, jnp.float32), (by_token, logits))
     return _join(dhidden, targets_BT.shape[1]), head_grad_VD.astype(head_VD.dtype), None
 
 

@@ -1,9 +1,7 @@
 """Parameters sharded over eight simulated devices are published as those on one are."""
 
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 CHECK = """
 import sys
@@ -43,11 +41,9 @@ print("same", len(one_tensors))
 """
 
 
-def test_sharded_parameters_give_the_same_publication(tmp_path):
-    env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
-    env["PYTHONPATH"] = str(Path(__file__).parents[2])
+def test_sharded_parameters_give_the_same_publication(tmp_path, simulated):
     done = subprocess.run(
-        [sys.executable, "-c", CHECK, str(tmp_path)], env=env, capture_output=True, text=True, timeout=600
+        [sys.executable, "-c", CHECK, str(tmp_path)], env=simulated(8), capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.splitlines()[-1].startswith("same")

@@ -49,6 +49,16 @@ def forked(groups, width, seed=0):
     return (tokens, segments, positions, trunks), documents
 
 
+def one_by_row(tokens_BT, documents):
+    """The full documents as the rows of one batch (tokens, segments, positions), padded at the end."""
+    tokens, segments, positions = np.zeros((3, len(documents), max(map(len, documents))), np.int32)
+    for row, columns in enumerate(documents):
+        tokens[row, : len(columns)] = tokens_BT[0, columns]
+        segments[row, : len(columns)] = 1
+        positions[row, : len(columns)] = np.arange(len(columns))
+    return tokens, segments, positions
+
+
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
 def test_forked_equals_alone(config, key, row):
     params = slow_params(config, key)
@@ -56,10 +66,9 @@ def test_forked_equals_alone(config, key, row):
     arrays, documents = forked(row, used + 7)
     found = forward(params, config, *arrays)[0]
     assert jnp.isfinite(found).all()
-    for columns in documents:
-        tokens = jnp.asarray(arrays[0][:, columns])
-        expected = forward(params, config, tokens, jnp.ones_like(tokens), jnp.arange(len(columns))[None])[0]
-        np.testing.assert_allclose(found[columns], expected, atol=3e-5)
+    alone = forward(params, config, *one_by_row(arrays[0], documents))
+    for columns, expected in zip(documents, alone, strict=True):
+        np.testing.assert_allclose(found[columns], expected[: len(columns)], atol=3e-5)
 
 
 def test_gradients_are_those_of_the_full_documents(config, key):
@@ -78,13 +87,7 @@ def test_gradients_are_those_of_the_full_documents(config, key):
         hidden = hidden_states(params, config, *arrays)[0]
         return branch_losses(lambda columns: hidden[columns])
 
-    # All full documents as rows of one batch, padded at the end.
-    longest = max(map(len, documents))
-    rows = [np.zeros((len(documents), longest), np.int32) for _ in range(3)]
-    for index, columns in enumerate(documents):
-        rows[0][index, : len(columns)] = arrays[0][0, columns]
-        rows[1][index, : len(columns)] = 1
-        rows[2][index, : len(columns)] = np.arange(len(columns))
+    rows = one_by_row(arrays[0], documents)
 
     def separately(params):
         hidden = hidden_states(params, config, *rows)
@@ -106,10 +109,9 @@ def test_long_trunks(key, trunk):
     params = slow_params(config, key)
     arrays, documents = forked([(trunk, (9, 70))], trunk + 80)
     found = forward(params, config, *arrays)[0]
-    for columns in documents:
-        tokens = jnp.asarray(arrays[0][:, columns])
-        expected = forward(params, config, tokens, jnp.ones_like(tokens), jnp.arange(len(columns))[None])[0]
-        np.testing.assert_allclose(found[columns[trunk:]], expected[trunk:], atol=1e-4)
+    alone = forward(params, config, *one_by_row(arrays[0], documents))
+    for columns, expected in zip(documents, alone, strict=True):
+        np.testing.assert_allclose(found[columns[trunk:]], expected[trunk : len(columns)], atol=1e-4)
 
 
 def test_segment_ids_may_be_used_again_without_trunks():

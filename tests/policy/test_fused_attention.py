@@ -1,16 +1,13 @@
 """The fused kernels, interpreted, against attention with one [T,T] mask; and which form a backend gets."""
 
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import reterm_jax
 from reterm_jax.policy import fused_attention
 from reterm_jax.policy.config import ConfigError, QwenConfig
 from reterm_jax.policy.documents import Documents
@@ -69,10 +66,8 @@ def check_on_four_devices() -> None:
             np.testing.assert_allclose(a, b, atol=2e-5)
 
 
-def test_each_device_runs_its_rows_and_heads():
-    env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
-    env["PYTHONPATH"] = str(Path(reterm_jax.__file__).parents[1])
-    done = subprocess.run([sys.executable, __file__], env=env, capture_output=True, text=True, timeout=600)
+def test_each_device_runs_its_rows_and_heads(simulated):
+    done = subprocess.run([sys.executable, __file__], env=simulated(4), capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-4000:]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import subprocess
 import sys
@@ -55,17 +54,16 @@ print("done")
 """
 
 
-def test_each_process_reads_its_part_and_one_writes(key, tmp_path):
+def test_each_process_reads_its_part_and_one_writes(key, tmp_path, simulated):
     config = tiny_config("qwen3_5", vocab_size=96)
     hf.save_params(tmp_path / "source", init(config, key), config)
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
-    env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", SCRIPT, str(tmp_path), str(rank), str(port)],
-            env=env,
+            env=simulated(2),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -13,7 +13,6 @@ import pytest
 from jax.sharding import PartitionSpec
 from tiny_models import tiny_config
 
-import reterm_jax
 from reterm_jax.policy import sharding
 from reterm_jax.policy.sharding import DEFAULT_RULES, ShardingError, make_mesh, param_shardings
 from reterm_jax.policy.spec import param_specs
@@ -107,15 +106,8 @@ EIGHT_DEVICES = textwrap.dedent(
 )
 
 
-def test_eight_devices_give_the_values_of_one():
-    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-    path = [str(Path(reterm_jax.__file__).parents[1]), str(Path(__file__).parent)]
-    changes = {"XLA_FLAGS": flags.strip(), "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(path)}
-    done = subprocess.run(
-        [sys.executable, "-c", EIGHT_DEVICES],
-        env={**os.environ, **changes},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+def test_eight_devices_give_the_values_of_one(simulated):
+    env = simulated(8)
+    env["PYTHONPATH"] += os.pathsep + str(Path(__file__).parent)
+    done = subprocess.run([sys.executable, "-c", EIGHT_DEVICES], env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0 and done.stdout.strip().endswith("equal"), done.stderr[-4000:]

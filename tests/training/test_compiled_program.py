@@ -5,7 +5,6 @@ compiler transposes as it likes.
 """
 
 import math
-import os
 import re
 import subprocess
 import sys
@@ -110,11 +109,10 @@ def ordered(*dims: int) -> Dims:
 
 
 @pytest.fixture(scope="module")
-def texts(tmp_path_factory):
+def texts(tmp_path_factory, simulated):
     out = tmp_path_factory.mktemp("programs")
-    env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
-        [sys.executable, "-c", COMPILE, str(out)], env=env, capture_output=True, text=True, timeout=900
+        [sys.executable, "-c", COMPILE, str(out)], env=simulated(8), capture_output=True, text=True, timeout=900
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return {mesh: (out / "x".join(map(str, mesh))).read_text() for mesh in MESHES}

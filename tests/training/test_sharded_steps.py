@@ -1,6 +1,5 @@
 """The same update on one device and on eight simulated ones, in a process of its own (devices are fixed at start)."""
 
-import os
 import subprocess
 import sys
 
@@ -86,8 +85,7 @@ print("same")
 
 
 @pytest.mark.parametrize("script", [PLAIN, FORKED], ids=["plain", "forked"])
-def test_eight_devices_make_the_same_update_as_one(script):
-    env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=300)
+def test_eight_devices_make_the_same_update_as_one(script, simulated):
+    done = subprocess.run([sys.executable, "-c", script], env=simulated(8), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.strip() == "same"
