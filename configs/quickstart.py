@@ -162,6 +162,14 @@ def get_config() -> ml_collections.ConfigDict:
     c.rl.validation_tasks = 0
     c.rl.validation_attempts = 2
 
+    c.rollout = ml_collections.ConfigDict()
+    c.rollout.max_staleness = 0  # versions that sampled tokens may be older than the one they train; 0: on-policy
+    # Groups without spread are made up for by others, this many a step (root groups, and recovery groups) at most.
+    c.rollout.refills = 0  # here a step has enough groups, and time is short
+    # Attempts that an environment's fault left without a verdict (after one retry) are made up for by others, this many
+    # a group at most; 0 leaves the group smaller.
+    c.rollout.spares = 0
+
     c.eval = ml_collections.ConfigDict()
     c.eval.attempts = 2  # per held-out task
     c.eval.states = 60  # fixed failure states on held-out tasks

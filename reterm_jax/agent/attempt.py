@@ -92,6 +92,12 @@ class Attempt:
         """The error category of each turn (see `errors.py`), None where nothing went wrong."""
         return label_turns(self.turns)
 
+    @property
+    def own_tokens(self) -> int:
+        """Ids that the policy sampled in this attempt."""
+        _, loss_mask, _, _ = self.transcript.arrays()
+        return int(loss_mask[self.prefix_len :].sum())
+
     @classmethod
     def not_run(cls, id: str, task_id: str, outcome: Outcome, *, parent: str | None = None, depth: int = 0) -> Attempt:
         """An attempt that never began, because its sandbox could not be had."""

@@ -1,25 +1,28 @@
-"""Groups of attempts that share a start state, and the recoveries forked from the failures among them.
+"""Groups of attempts that share a start state: a task's start, or the state that a failed attempt left.
 
-One step of ReTerm-GRPO rolls out `root` groups (G attempts from each task's start) and then `recovery` groups (K
-attempts from each chosen `FailureState`). Seeds are functions of the run's seed, the step and the place in the batch,
-so a step that is done again after a crash samples the same attempts.
+What an attempt is called also seeds it, so that a group that is rolled again after a crash samples the same attempts.
 """
 
 import asyncio
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
+from typing import TypeVar
 
 from reterm_jax.agent.episode import AgentLimits, Attempt, FailureState, run_attempt
 from reterm_jax.agent.fork_points import ForkAt
 from reterm_jax.rollout.live_processes import LiveProcesses
-from reterm_jax.rollout.pool import FailurePool, PoolConfig
 from reterm_jax.rollout.samplers.base import Sampler
 from reterm_jax.rollout.seeds import seed_of
 from reterm_jax.sandbox.base import SandboxError, SandboxHost
 from reterm_jax.tasks.outcome import Outcome
 from reterm_jax.tasks.task import Task
 from reterm_jax.tokens.chat import ChatFormat
+
+T = TypeVar("T")
+# What bounds the attempts that are alive: a semaphore, or something fairer. Entered by many at once.
+Gate = AbstractAsyncContextManager
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +39,11 @@ class Group:
         """One per attempt; None where the outcome is not graded (it then leaves the baseline too)."""
         return [a.outcome.reward if a.outcome is not None and a.outcome.graded else None for a in self.attempts]
 
+    @property
+    def has_spread(self) -> bool:
+        """Whether two graded attempts differ: only then is there something to learn from the group alone."""
+        return len({reward for reward in self.rewards if reward is not None}) > 1
+
 
 @dataclasses.dataclass(frozen=True)
 class Roller:
@@ -47,6 +55,7 @@ class Roller:
       temperature: of sampling; the trainer's logprobs must use the same.
       live_processes: what becomes of failure states in which processes were alive.
       fork_at: which state of a failed attempt its recoveries start from, see `agent.fork_points`.
+      spares: attempts that may make up for those of a group that were not graded; 0 leaves the group smaller.
     """
 
     host: SandboxHost
@@ -58,31 +67,35 @@ class Roller:
     temperature: float = 1.0
     live_processes: LiveProcesses = LiveProcesses()
     fork_at: ForkAt = "end"
+    spares: int = 0
 
     async def root_group(
-        self, task: Task, size: int, seed: str, gate: asyncio.Semaphore, keep: bool
+        self, task: Task, size: int, seed: str, gate: Gate, keep: bool
     ) -> tuple[Group, list[FailureState]]:
         """Runs `size` attempts from the task's start. Returns the group and the failure states of its failures."""
-
-        async def one(index: int):
-            name = f"{seed}/{index}"
-            return await self.attempt(task, name, gate, start=None, keep=keep)
-
-        results = await asyncio.gather(*(one(i) for i in range(size)))
-        states = [state for _, state in results if state is not None]
-        return Group("root", task.id, tuple(attempt for attempt, _ in results)), states
+        attempts, states = await self._attempts(task, size, seed, gate, start=None, keep=keep)
+        return Group("root", task.id, attempts), states
 
     async def recovery_group(
-        self, task: Task, state: FailureState, forks: int, seed: str, gate: asyncio.Semaphore, keep: bool = False
+        self, task: Task, state: FailureState, forks: int, seed: str, gate: Gate, keep: bool = False
     ) -> tuple[Group, list[FailureState]]:
         """Runs `forks` recoveries from one failure state. Returns the group and, with `keep`, the states it left."""
-        runs = (self.attempt(task, f"{seed}/{index}", gate, start=state, keep=keep) for index in range(forks))
-        results = await asyncio.gather(*runs)
-        group = Group("recovery", task.id, tuple(attempt for attempt, _ in results), state)
-        return group, [left for _, left in results if left is not None]
+        attempts, left = await self._attempts(task, forks, seed, gate, start=state, keep=keep)
+        return Group("recovery", task.id, attempts, state), left
+
+    async def _attempts(
+        self, task: Task, size: int, seed: str, gate: Gate, *, start: FailureState | None, keep: bool
+    ) -> tuple[tuple[Attempt, ...], list[FailureState]]:
+        results = await until_good(
+            lambda index: self.attempt(task, f"{seed}/{index}", gate, start=start, keep=keep),
+            lambda result: result[0].outcome is not None and result[0].outcome.graded,
+            wanted=size,
+            spares=self.spares,
+        )
+        return tuple(attempt for attempt, _ in results), [state for _, state in results if state is not None]
 
     async def attempt(
-        self, task: Task, name: str, gate: asyncio.Semaphore, *, start: FailureState | None, keep: bool
+        self, task: Task, name: str, gate: Gate, *, start: FailureState | None, keep: bool
     ) -> tuple[Attempt, FailureState | None]:
         """One attempt called `name`, which also seeds it; with `keep`, the failure state that it left, if it failed.
 
@@ -95,7 +108,7 @@ class Roller:
         return attempt, state
 
     async def _attempt(
-        self, task: Task, name: str, gate: asyncio.Semaphore, *, start: FailureState | None, keep: bool
+        self, task: Task, name: str, gate: Gate, *, start: FailureState | None, keep: bool
     ) -> tuple[Attempt, FailureState | None]:
         async with gate:
             sandbox = None
@@ -136,45 +149,29 @@ class Roller:
         return attempt, FailureState.of(attempt, snapshot) if snapshot is not None else None
 
 
-async def roll_step(
-    roller: Roller,
-    tasks: Sequence[Task],
-    *,
-    attempts: int,
-    states: int,
-    forks: int,
-    seed: str,
-    pool: FailurePool | None = None,
-) -> list[Group]:
-    """One step's groups: a root group of `attempts` per task, then `forks` recoveries from each of `states` failures.
+async def until_good(
+    run: Callable[[int], Awaitable[T]], good: Callable[[T], bool], *, wanted: int, spares: int
+) -> list[T]:
+    """Results of run(0), run(1), ... in this order: as many as it takes until `wanted` are good, side by side.
 
-    With `states` = 0 this is plain GRPO.
-
-    Args:
-      pool: holds the failures of earlier steps; those of this step that are not chosen join it. Without one, every
-        snapshot made here is released before this returns. The caller ends the pool's step.
+    At most `wanted + spares` are run. Which ones does not depend on how long each takes: one more is begun for each
+    that is not good, until the first so many hold `wanted` good ones.
     """
-    if pool is None:
-        async with FailurePool(PoolConfig(), roller.host.release) as pool:
-            return await roll_step(roller, tasks, attempts=attempts, states=states, forks=forks, seed=seed, pool=pool)
-    gate = asyncio.Semaphore(roller.concurrent)
-    roots = await asyncio.gather(
-        *(roller.root_group(t, attempts, f"{seed}/root{i}", gate, states > 0) for i, t in enumerate(tasks))
-    )
-    for task, (_, found) in zip(tasks, roots, strict=True):
-        pool.add(task, found)
-    chosen = pool.choose(states, f"{seed}/choice") if states else []
+    results: dict[int, T] = {}
+    indices = iter(range(wanted + spares))
+
+    async def lane() -> None:
+        for index in indices:
+            results[index] = await run(index)
+            if good(results[index]):
+                return
+
+    lanes = [asyncio.create_task(lane()) for _ in range(wanted)]
     try:
-        recoveries = await asyncio.gather(
-            *(
-                roller.recovery_group(task, state, forks, f"{seed}/fork{i}", gate, pool.keeps(state.depth + 1))
-                for i, (task, state) in enumerate(chosen)
-            )
-        )
-    finally:
-        await asyncio.gather(*(roller.host.release(state.snapshot) for _, state in chosen))
-    for (task, _), (_, found) in zip(chosen, recoveries, strict=True):
-        pool.add(task, found)
-    groups = [group for group, _ in recoveries]
-    pool.rates.update((group.task_id, group.rewards) for group in groups)
-    return [group for group, _ in roots] + groups
+        await asyncio.gather(*lanes)
+    except BaseException:
+        for task in lanes:
+            task.cancel()
+        await asyncio.gather(*lanes, return_exceptions=True)
+        raise
+    return [results[index] for index in sorted(results)]

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import hashlib
 import json
 import random
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from reterm_jax.training import demonstrations, judging, rl_loop, sft_loop
 from reterm_jax.training.metrics import MetricsWriter, format_progress
 from reterm_jax.training.model import Model, load_model, write_tiny_model
 from reterm_jax.training.optimizer import make_optimizer
+from reterm_jax.training.rollouts import Rollouts, local_rollouts
 from reterm_jax.training.scoring import Scorer
 from reterm_jax.training.settings import Settings, SettingsError, Supervised, read_settings
 from reterm_jax.training.state import abstract_state, state_from_params
@@ -180,6 +182,7 @@ class _Stages:
             config.agent.retry_message,
             config.rl.temperature,
             self.settings.live_processes,
+            spares=config.rollout.spares,
         )
 
     def _sampler(self, params: Any) -> JaxSampler:
@@ -286,20 +289,33 @@ class _Stages:
                 with MetricsWriter(directory, resume_step=first) as metrics, self.stop.deferred():
                     state = await rl_loop.run(
                         rl.loop,
-                        tasks,
-                        self._roller(sampler),
-                        sampler,
+                        self._rollouts(sampler, tasks, first, saved),
                         state,
                         step,
                         first_step=first,
                         checkpointer=checkpointer,
                         metrics=metrics,
-                        saved=saved,
                         scorer=scorer,
                         validation=validation,
                         stop=self.stop,
                     )
                 return state.params if best is checkpointer else self._best_params(best)
+
+    def _rollouts(
+        self, sampler: JaxSampler, tasks: Sequence[Task], first: int, saved: Mapping[str, Any] | None
+    ) -> Rollouts:
+        loop = self.settings.rl.loop
+        return local_rollouts(
+            self.settings.schedule,
+            loop.pool,
+            tasks,
+            dataclasses.replace(self._roller(sampler), fork_at=loop.fork_at),
+            sampler,
+            self.work.root / "rl" / "groups.sqlite",
+            first_step=first,
+            saved=saved,
+            identity={"config": self._fingerprint()},
+        )
 
     def _best_params(self, best: Checkpointer) -> Any:
         if best.latest_step is None:

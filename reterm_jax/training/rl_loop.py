@@ -1,12 +1,11 @@
-"""ReTerm-GRPO: roll out root groups and recoveries, score them, update, and hand the new weights to the sampler.
+"""ReTerm-GRPO: take the groups of a step, score them, update, and hand the new weights to the sampler.
 
-With `states` = 0 this is plain GRPO. A step is a function of (seed, step, parameters): a run that was killed continues
-from its last checkpoint and does the lost steps again, with the same attempts.
+With `states` = 0 this is plain GRPO. Where groups come from is behind `Rollouts`. A step is a function of (seed, step,
+parameters, groups), and groups are kept until a checkpoint has what they taught: a run that was killed continues from
+its last checkpoint and does the lost steps again, with the same attempts.
 """
 
-import asyncio
 import dataclasses
-import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,15 +16,15 @@ import numpy as np
 from reterm_jax.agent.fork_points import FORK_AT, ForkAt
 from reterm_jax.checkpoint.checkpointer import Checkpointer
 from reterm_jax.losses.advantages import BASELINES
-from reterm_jax.rollout.groups import Group, Roller, roll_step
-from reterm_jax.rollout.pool import FailurePool, PoolConfig, RecoveryRates
-from reterm_jax.rollout.samplers.jax import JaxSampler
+from reterm_jax.rollout.groups import Group
+from reterm_jax.rollout.pool import PoolConfig
 from reterm_jax.rollout.seeds import seed_of
 from reterm_jax.tasks.task import Task
 from reterm_jax.tokens.forking import pack_forked
 from reterm_jax.tokens.packing import Example, pack
 from reterm_jax.training.examples import group_examples
 from reterm_jax.training.metrics import MetricsWriter, format_progress, format_seconds
+from reterm_jax.training.rollouts import Rollouts
 from reterm_jax.training.scoring import Scorer
 from reterm_jax.training.state import TrainState
 from reterm_jax.training.steps import TrainStep
@@ -106,16 +105,10 @@ class Validation:
     tasks: Sequence[Task]
     best: Checkpointer
 
-    async def __call__(self, roller: Roller, config: RLConfig, step: int, state: TrainState) -> float:
-        """The mean reward of the sampler's present policy; NaN where nothing was graded."""
-        gate = asyncio.Semaphore(roller.concurrent)
-        groups = await asyncio.gather(
-            *(
-                roller.root_group(task, config.validation_attempts, f"{config.seed}/validation/{task.id}", gate, False)
-                for task in self.tasks
-            )
-        )
-        rewards = [reward for group, _ in groups for reward in group.rewards if reward is not None]
+    async def __call__(self, rollouts: Rollouts, config: RLConfig, step: int, state: TrainState) -> float:
+        """The mean reward of the policy that was published last; NaN where nothing was graded."""
+        groups = await rollouts.validate(self.tasks, config.validation_attempts, f"{config.seed}/validation")
+        rewards = [reward for group in groups for reward in group.rewards if reward is not None]
         reward = float(np.mean(rewards)) if rewards else float("nan")
         known = self.best.metadata()["reward"] if self.best.latest_step is not None else -float("inf")
         if reward > known:
@@ -125,16 +118,13 @@ class Validation:
 
 async def run(
     config: RLConfig,
-    tasks: Sequence[Task],
-    roller: Roller,
-    sampler: JaxSampler,
+    rollouts: Rollouts,
     state: TrainState,
     train_step: TrainStep,
     *,
     first_step: int,
     checkpointer: Checkpointer,
     metrics: MetricsWriter,
-    saved: Mapping[str, Any] | None = None,
     scorer: Scorer | None = None,
     validation: Validation | None = None,
     stop: GracefulStop | None = None,
@@ -143,47 +133,29 @@ async def run(
     """Trains from `first_step` to `config.steps` and returns the final state, which is also saved.
 
     Args:
-        sampler: samples with `state.params` from here on; its version is the number of finished steps.
+        rollouts: gives the groups of each step, and samples with `state.params` from here on; the version of a policy
+            is the number of finished steps.
         state: donated to the first update.
-        saved: the metadata of the checkpoint that `state` was restored from.
         scorer: computes what updates need beside the sampler's logprobs; None where they need nothing else.
         validation: keeps the best state.
-        stop: when it is requested, an update that runs is finished and a rollout that runs is given up (it would be
-            done again alike); the last whole step is saved, and KeyboardInterrupt raised.
+        stop: when it is requested, an update that runs is finished and a rollout that is waited for is given up (it
+            would be done again alike); the last whole step is saved, and KeyboardInterrupt raised.
     """
-    saved = saved or {}
-    rates = RecoveryRates(config.pool.target_rate, saved.get("recovery_rates"))
-    pool = FailurePool(config.pool, roller.host.release, rates)
-    if saved.get("waiting_states"):
-        log(
-            f"rl: {saved['waiting_states']} failure states waited when the run was cut off; their snapshots went with "
-            "it, so the pool begins empty"
-        )
     stop = stop or GracefulStop()
     record: dict[str, Any] = {}
-    async with pool:
+    async with rollouts:
+        await rollouts.publish(first_step, state.params)
         durations: list[float] = []
         for step in range(first_step, config.steps):
             start = time.monotonic()
-            sampler.update(state.params, step)
-            sampler.tokens_sampled = 0
-            rollout = roll_step(
-                dataclasses.replace(roller, fork_at=config.fork_at),
-                choose_tasks(tasks, config.tasks, config.seed, step),
-                attempts=config.attempts,
-                states=config.states,
-                forks=config.forks,
-                seed=f"{config.seed}/step{step}",
-                pool=pool,
-            )
-            groups = await stop.unless_requested(rollout)
-            if groups is None:
+            batch = await stop.unless_requested(rollouts.batch(step))
+            if batch is None:
                 if record and checkpointer.latest_step != step:
                     checkpointer.save(step, state, record)
+                    rollouts.acknowledge(step)
                 log(f"rl: stopped after step {step}; start again to go on from there")
                 raise KeyboardInterrupt
-            await pool.end_step(step + 1)
-            rolled = time.monotonic()
+            groups, rolled = batch.groups, time.monotonic()
             selection = group_examples(
                 groups,
                 recovery_weight=config.recovery_weight,
@@ -191,7 +163,7 @@ async def run(
                 standardise=config.standardise,
                 failed_credit=config.failed_credit,
             )
-            values = rollout_metrics(groups)
+            values = rollout_metrics(groups, step) | batch.facts
             examples, scored = selection.examples, {}
             if scorer is not None:
                 examples, scored = scorer(state.params, examples, length=config.row_length, forked=config.forked)
@@ -200,17 +172,14 @@ async def run(
             values |= {
                 "rollout/no_spread_groups": selection.no_spread,
                 "rollout/ungraded_attempts": selection.ungraded,
-                "rollout/sampled_tokens": sampler.tokens_sampled,
                 "rollout/seconds": rolled - start,
-                "recovery/waiting_states": len(pool),
-                "recovery/dropped_states": pool.dropped,
                 "train/seconds": time.monotonic() - rolled,
             }
             durations = (durations + [time.monotonic() - start])[-10:]
             last = step + 1 == config.steps
+            await rollouts.publish(step + 1, state.params)
             if validation is not None and ((step + 1) % config.validate_every == 0 or last):
-                sampler.update(state.params, step + 1)
-                values["validation/reward"] = await validation(roller, config, step + 1, state)
+                values["validation/reward"] = await validation(rollouts, config, step + 1, state)
             values = metrics.write(step + 1, values)
             log(_progress_line(config, step, values, durations))
             if values.get("train/skipped") and examples:
@@ -218,26 +187,15 @@ async def run(
                     f"rl: step {step + 1}: {values['train/skipped']:.0%} of its updates were skipped, because their "
                     "gradient is not finite; they changed no parameter"
                 )
-            record = {"rl_step": step + 1, "recovery_rates": pool.rates.to_dict(), "waiting_states": len(pool)}
+            record = {"rl_step": step + 1, **rollouts.record()}
             if (step + 1) % config.save_every == 0 or last:
                 checkpointer.save(step + 1, state, record)
-    sampler.update(state.params, config.steps)
+                rollouts.acknowledge(step + 1)
     return state
 
 
-def choose_tasks(tasks: Sequence[Task], count: int, seed: int, step: int) -> list[Task]:
-    """The tasks of a step: a seeded shuffle of all tasks, walked through again and again."""
-    chosen = []
-    for place in range(step * count, (step + 1) * count):
-        epoch, index = divmod(place, len(tasks))
-        order = list(range(len(tasks)))
-        random.Random(seed_of(f"{seed}/tasks/{epoch}")).shuffle(order)
-        chosen.append(tasks[order[index]])
-    return chosen
-
-
-def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Means over the graded attempts of one step, and counts by outcome."""
+def rollout_metrics(groups: Sequence[Group], step: int) -> dict[str, float]:
+    """Means over the graded attempts of one step, counts by outcome, and how many versions old the oldest is."""
     values: dict[str, float] = {}
     for kind, prefix in (("root", "rollout/root_"), ("recovery", "recovery/")):
         attempts = [attempt for group in groups if group.kind == kind for attempt in group.attempts]
@@ -249,13 +207,10 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     attempts = [attempt for group in groups for attempt in group.attempts]
     for status in sorted({a.outcome.status for a in attempts if a.outcome is not None}):
         values[f"rollout/status_{status}"] = sum(a.outcome is not None and a.outcome.status == status for a in attempts)
-    values["rollout/tokens_per_attempt"] = float(np.mean([_own_tokens(a) for a in attempts])) if attempts else 0.0
+    versions = [a.version for a in attempts if a.version >= 0]
+    values["rollout/staleness"] = step - min(versions, default=step)
+    values["rollout/tokens_per_attempt"] = float(np.mean([a.own_tokens for a in attempts])) if attempts else 0.0
     return values
-
-
-def _own_tokens(attempt) -> int:
-    _, loss_mask, _, _ = attempt.transcript.arrays()
-    return int(loss_mask[attempt.prefix_len :].sum())
 
 
 def _train(

@@ -12,6 +12,7 @@ from reterm_jax.agent.attempt import AgentLimits
 from reterm_jax.losses.policy_gradient import load_objective
 from reterm_jax.rollout.live_processes import LiveProcesses
 from reterm_jax.rollout.pool import PoolConfig
+from reterm_jax.rollout.scheduler import Schedule
 from reterm_jax.training.optimizer import OptimizerConfig
 from reterm_jax.training.rl_loop import RLConfig
 from reterm_jax.training.scoring import ScoringConfig
@@ -51,6 +52,7 @@ class Settings:
     base: Supervised
     sft: Supervised
     rl: Reinforcement
+    schedule: Schedule
 
 
 def read_settings(config: ConfigDict) -> Settings:
@@ -65,7 +67,8 @@ def read_settings(config: ConfigDict) -> Settings:
         # Scripted attempts may be as long as any. (Demonstrations that are too long are left out, and counted.)
         with _named("base"):
             _check_row(config.base.row_length, limits)
-    return Settings(limits, live_processes, stages["base"], stages["sft"], _reinforcement(config, limits))
+    rl = _reinforcement(config, limits)
+    return Settings(limits, live_processes, stages["base"], stages["sft"], rl, _schedule(config, rl.loop))
 
 
 def _supervised(name: str, stage: ConfigDict, seed: int) -> Supervised:
@@ -110,6 +113,20 @@ def _reinforcement(config: ConfigDict, limits: AgentLimits) -> Reinforcement:
         )
         load_objective(step.objective, step.objective_args)
         return Reinforcement(loop, step, _optimizer(rl), scoring)
+
+
+def _schedule(config: ConfigDict, loop: RLConfig) -> Schedule:
+    with _named("rollout"):
+        rollout = config.rollout
+        if rollout.spares < 0:
+            raise ValueError(f"spares must not be negative, got {rollout.spares}")
+        if rollout.max_staleness:
+            raise ValueError(
+                f"max_staleness is {rollout.max_staleness}, but a sampler in the trainer's process samples between "
+                "updates only; set it to 0"
+            )
+        shared = {name: getattr(loop, name) for name in ("seed", "steps", "tasks", "attempts", "states", "forks")}
+        return Schedule(**shared, max_staleness=rollout.max_staleness, refills=rollout.refills)
 
 
 def _hyper(text: str) -> dict[str, float]:

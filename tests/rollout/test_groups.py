@@ -9,8 +9,11 @@ from transformers import AutoTokenizer
 
 from reterm_jax.agent.attempt import AgentLimits
 from reterm_jax.agent.scripted import ScriptedPolicy
-from reterm_jax.rollout.groups import Roller, roll_step
+from reterm_jax.rollout.groups import Roller
 from reterm_jax.rollout.pool import FailurePool, PoolConfig
+from reterm_jax.rollout.restore import restore_state
+from reterm_jax.rollout.scheduler import Schedule, Scheduler
+from reterm_jax.rollout.store import GroupStore
 from reterm_jax.sandbox import make_host
 from reterm_jax.sandbox.base import SandboxError
 from reterm_jax.tasks import families
@@ -20,6 +23,19 @@ from reterm_jax.tokens.chat import ChatFormat
 LIMITS = AgentLimits(max_turns=4, max_tokens=2048, max_turn_tokens=128, command_timeout=5, attempt_timeout=60)
 # Solved only by who comes second: the first attempt leaves a mark and fails, its recovery finds the mark.
 BY_MARK = "[ -e /app/mark ] && touch /app/done; touch /app/mark"
+
+
+async def roll_steps(path, roller, task, count=1, pool=PoolConfig(), after=lambda pool: None, **counts):  # noqa: B008
+    """The groups of so many steps; `after` is called with the pool at the end of each."""
+    states = FailurePool(pool, roller.host.release)
+    schedule, batches = Schedule(seed=0, steps=count, tasks=1, **counts), []
+    with GroupStore(path / "groups", {}) as store:
+        async with Scheduler(schedule, [task], roller, states, store, first_step=0) as scheduler:
+            for step in range(count):
+                scheduler.serve(step)
+                batches.append((await scheduler.batch(step)).groups)
+                after(states)
+    return batches
 
 
 @pytest.fixture
@@ -40,8 +56,8 @@ def roller(tmp_path):
     asyncio.run(host.close())
 
 
-def test_recoveries_start_from_the_state_that_the_failure_left(roller, task):
-    groups = asyncio.run(roll_step(roller, [task], attempts=2, states=2, forks=3, seed="s"))
+def test_recoveries_start_from_the_state_that_the_failure_left(roller, task, tmp_path):
+    (groups,) = asyncio.run(roll_steps(tmp_path, roller, task, attempts=2, states=2, forks=3))
     assert [(group.kind, group.rewards) for group in groups] == [
         ("root", [0.0, 0.0]),
         ("recovery", [1.0, 1.0, 1.0]),
@@ -74,7 +90,7 @@ def test_a_fork_at_an_error_finds_the_files_of_that_moment(roller, task):
     assert "early" in files and "late" not in files
 
 
-def test_no_snapshot_outlives_the_step(roller, task, monkeypatch):
+def test_no_snapshot_outlives_the_step(roller, task, monkeypatch, tmp_path):
     kept, real_release = set(), roller.host.release
 
     async def release(snapshot):
@@ -98,49 +114,69 @@ def test_no_snapshot_outlives_the_step(roller, task, monkeypatch):
 
     monkeypatch.setattr(roller.host, "release", release)
     monkeypatch.setattr(roller.host, "start", spied(roller.host.start))
-    asyncio.run(roll_step(roller, [task], attempts=4, states=1, forks=1, seed="s"))
+    asyncio.run(roll_steps(tmp_path, roller, task, attempts=4, states=1, forks=1))
     assert kept == set()
 
 
-def test_without_states_there_are_root_groups_only(roller, task):
-    groups = asyncio.run(roll_step(roller, [task], attempts=2, states=0, forks=3, seed="s"))
+def test_without_states_there_are_root_groups_only(roller, task, tmp_path):
+    (groups,) = asyncio.run(roll_steps(tmp_path, roller, task, attempts=2, states=0, forks=3))
     assert [group.kind for group in groups] == ["root"]
 
 
-@pytest.mark.parametrize("faults,rewards", [(1, [0.0, 0.0, 0.0]), (9, [0.0, 0.0, None])])
-def test_an_environment_that_fails_is_tried_again_then_not_graded(roller, task, monkeypatch, faults, rewards):
+@pytest.mark.parametrize(
+    ("faults", "spares", "rewards"),
+    [(1, 0, [0.0, 0.0, 0.0]), (9, 0, [0.0, 0.0, None]), (9, 2, [0.0, 0.0, 0.0, None])],
+)
+def test_an_environment_that_fails_is_tried_again_then_not_graded(
+    roller, task, monkeypatch, tmp_path, faults, spares, rewards
+):
+    """And with spares another attempt takes its place."""
     real, failed = roller.host.start, []
 
     async def start(task):
         attempt = asyncio.current_task()
-        if len(failed) < faults and failed in ([], [attempt] * len(failed)):
+        # The first attempt, and its second try: what the same lane runs after that is a spare.
+        if len(failed) < min(faults, 2) and failed in ([], [attempt]):
             failed.append(attempt)
             raise SandboxError("no room")
         return await real(task)
 
     monkeypatch.setattr(roller.host, "start", start)
-    groups = asyncio.run(roll_step(roller, [task], attempts=3, states=0, forks=0, seed="s"))
+    roller = dataclasses.replace(roller, spares=spares)
+    (groups,) = asyncio.run(roll_steps(tmp_path, roller, task, attempts=3, states=0, forks=0))
     assert sorted(groups[0].rewards, key=str) == rewards
     assert len(failed) == min(faults, 2)
 
 
-def test_failed_recoveries_are_forked_in_the_step_after(roller, task):
+def test_failed_recoveries_are_forked_in_the_step_after(roller, task, tmp_path):
     """Nobody solves it: the failures of depth 0 and 1 are forked, those of depth 2 are not kept."""
     (task.tests_dir / "test.sh").write_text("echo 0 > /logs/verifier/reward.txt\n")
 
-    async def go():
-        config = PoolConfig(max_depth=2, max_staleness=9)
-        steps, waiting = [], []
-        async with FailurePool(config, roller.host.release) as pool:
-            for step in range(3):
-                steps.append(await roll_step(roller, [task], attempts=1, states=9, forks=1, seed=f"{step}", pool=pool))
-                await pool.end_step(step + 1)
-                waiting.append([state.depth for state in pool.states])
-        return steps, waiting
-
-    steps, waiting = asyncio.run(go())
-    assert [[g.state.depth for g in groups if g.state] for groups in steps] == [[0], [0, 1], [0, 1]]
+    waiting = []
+    counts = {"attempts": 1, "states": 9, "forks": 1, "pool": PoolConfig(max_depth=2, max_staleness=9)}
+    counts["after"] = lambda pool: waiting.append([state.depth for state in pool.states])
+    steps = asyncio.run(roll_steps(tmp_path, roller, task, 3, **counts))
+    assert [sorted(g.state.depth for g in groups if g.state) for groups in steps] == [[0], [0, 1], [0, 1]]
     assert waiting == [[1], [1], [1]]
     deepest = next(group for group in steps[1] if group.state and group.state.depth == 1)
     assert deepest.attempts[0].depth == 2 and deepest.state.attempt_id == steps[0][1].attempts[0].id
+    assert list((roller.host.directory.path / "snapshots").iterdir()) == []
+
+
+def test_a_lost_state_is_made_again_from_its_commands(roller, task, tmp_path):
+    """The fork of what was made again holds what the failed attempt left; one whose terminal differs is given up."""
+
+    async def go():
+        gate = asyncio.Semaphore(3)
+        failed, lost = await roller.attempt(task, "failed", gate, start=None, keep=True)
+        await roller.host.release(lost.snapshot)
+        state = await restore_state(roller, task, failed, gate)
+        assert dataclasses.replace(state, snapshot=lost.snapshot) == lost
+        group, _ = await roller.recovery_group(task, state, 1, "fork", gate)
+        await roller.host.release(state.snapshot)
+        failed.turns[0] = dataclasses.replace(failed.turns[0], output="another")
+        assert await restore_state(roller, task, failed, gate) is None
+        return group
+
+    assert asyncio.run(go()).rewards == [1.0]
     assert list((roller.host.directory.path / "snapshots").iterdir()) == []

@@ -7,15 +7,21 @@ import jax
 import numpy as np
 import pytest
 
-from reterm_jax.agent.attempt import Attempt
+from reterm_jax.agent.attempt import Attempt, FailureState
+from reterm_jax.agent.turns import Turn
 from reterm_jax.checkpoint.checkpointer import Checkpointer
-from reterm_jax.rollout.groups import Group, Roller
+from reterm_jax.rollout.groups import Group
+from reterm_jax.rollout.live_processes import LiveProcesses
+from reterm_jax.rollout.scheduler import Schedule
+from reterm_jax.rollout.seeds import seed_of
+from reterm_jax.sandbox.base import ExecResult, Snapshot
 from reterm_jax.tasks.outcome import Outcome
 from reterm_jax.tokens.packing import Example
 from reterm_jax.tokens.transcript import Span, Transcript
 from reterm_jax.training import rl_loop
 from reterm_jax.training.metrics import MetricsWriter, read_metrics
-from reterm_jax.training.rl_loop import RLConfig, Validation, choose_tasks
+from reterm_jax.training.rl_loop import RLConfig, Validation
+from reterm_jax.training.rollouts import local_rollouts
 from reterm_jax.training.steps import StepConfig, make_rl_step
 from reterm_jax.training.stopping import GracefulStop
 
@@ -52,56 +58,74 @@ def test_nothing_to_learn_from_is_said_and_changes_nothing():
     assert state == "state" and values == {"train/skipped": 1.0}
 
 
-def test_tasks_are_walked_through_in_shuffled_rounds():
-    tasks = list("abcdef")
-    first = [t for step in range(3) for t in choose_tasks(tasks, 2, 0, step)]
-    second = [t for step in range(3, 6) for t in choose_tasks(tasks, 2, 0, step)]
-    assert sorted(first) == sorted(second) == tasks and first != second
-    assert choose_tasks(tasks, 2, 0, 4) == second[2:4]
-
-
 def sampled(name, rng, reward):
     ids = tuple(int(i) for i in rng.integers(0, 32, 9))
     spans = [Span("prompt", ids[:4]), Span("policy", ids[4:], tuple(rng.uniform(-4, -3, 5)), 0)]
-    return Attempt(name, "task", Transcript(spans), outcome=Outcome.from_reward(reward))
+    return Attempt(name, "task", Transcript(spans), outcome=Outcome.from_reward(reward), turns=[Turn("", "ls", "", 0)])
 
 
 class Sampler:
-    tokens_sampled = 0
-
     def update(self, params, version):
         self.params, self.version = params, version
 
 
+class MadeUp:
+    """A roller whose groups are functions of their seeds; also its sandboxes, in which all commands are silent."""
+
+    concurrent, limits, live_processes = 1, SimpleNamespace(command_timeout=1, output_limit=9), LiveProcesses()
+
+    def __init__(self, stop, stop_in):
+        self.stop, self.stop_in, self.rolled = stop, stop_in, []
+        self.host = self
+
+    async def start(self, task):
+        return self
+
+    async def exec(self, command, **_):
+        return ExecResult("", 0, 0.1, False)
+
+    async def snapshot(self):
+        return Snapshot("again", "bubblewrap", "")
+
+    async def close(self):
+        pass
+
+    async def release(self, snapshot):
+        pass
+
+    async def root_group(self, task, size, seed, gate, keep):
+        await asyncio.sleep(0)
+        self.rolled.append(seed)
+        if seed == self.stop_in:
+            self.stop.requested = True
+            await asyncio.sleep(60)
+        rng = np.random.default_rng(seed_of(seed))
+        attempts = [sampled(f"{seed}/{i}", rng, float(i % 2)) for i in range(size)]
+        return Group("root", task.id, tuple(attempts)), [
+            FailureState.of(attempt, Snapshot(attempt.id, "bubblewrap", "")) for attempt in attempts[::2]
+        ]
+
+    async def recovery_group(self, task, state, forks, seed, gate, keep):
+        self.rolled.append(seed)
+        rng = np.random.default_rng(seed_of(seed))
+        attempts = [sampled(f"{seed}/{i}", rng, float(rng.integers(2))) for i in range(forks)]
+        return Group("recovery", task.id, tuple(attempts), state), []
+
+
 @pytest.fixture
-def job(tmp_path, policy, sft, monkeypatch):
+def job(tmp_path, policy, sft):
     """A function that trains in a directory and returns the state (None where it was stopped), with what it logged.
 
-    The rollouts are made up by their seed; what is real is updates, checkpoints and the pool's record.
+    The rollouts are made up by their seed; what is real is updates, checkpoints, scheduler and store.
     """
     step = make_rl_step(policy.config, StepConfig(micro_rows=2), sft.optimizer, policy.mesh, policy.shardings)
-
-    async def release(snapshot):
-        raise AssertionError("no snapshot was taken")
-
-    roller = Roller(SimpleNamespace(release=release), None, None, None, 1, "again")
+    user = SimpleNamespace(agent=SimpleNamespace(user=None))
+    tasks = [SimpleNamespace(id=f"task{i}", config=user) for i in range(3)]
 
     def train(name, stop_in=None, **changes):
         settings, stop, lines = config(**{"steps": 4, "save_every": 3, **changes}), GracefulStop(), []
-
-        async def roll_step(roller, tasks, *, seed, pool, **counts):
-            await asyncio.sleep(0)
-            if seed == stop_in:
-                stop.requested = True
-                await asyncio.sleep(60)
-            rng = np.random.default_rng(int(seed.rpartition("step")[2]))
-            groups = [
-                Group("root", "task", tuple(sampled(f"{g}{i}", rng, float(i % 2)) for i in range(4))) for g in range(3)
-            ]
-            pool.rates.update([("task", list(rng.uniform(size=2)))])
-            return groups
-
-        monkeypatch.setattr(rl_loop, "roll_step", roll_step)
+        roller = train.roller = MadeUp(stop, stop_in)
+        shared = {key: getattr(settings, key) for key in ("seed", "steps", "tasks", "attempts", "states", "forks")}
         with (
             Checkpointer(tmp_path / name / "checkpoints") as saved,
             MetricsWriter(tmp_path / name, resume_step=saved.latest_step or 0, tensorboard=False) as metrics,
@@ -109,11 +133,12 @@ def job(tmp_path, policy, sft, monkeypatch):
             first, state, record = saved.latest_step or 0, policy.new_state(sft.optimizer), None
             if first:
                 state, record = saved.restore(policy.abstract_state(sft.optimizer))
-            options = {"checkpointer": saved, "metrics": metrics, "saved": record, "stop": stop, "log": lines.append}
-            arguments = settings, ["task"], roller, Sampler(), state, step
+            options = {"checkpointer": saved, "metrics": metrics, "stop": stop, "log": lines.append}
+            place = {"path": tmp_path / name / "groups", "first_step": first, "saved": record, "log": lines.append}
             try:
+                rollouts = local_rollouts(Schedule(**shared), settings.pool, tasks, roller, Sampler(), **place)
                 with stop.deferred():
-                    state = asyncio.run(rl_loop.run(*arguments, first_step=first, **options))
+                    state = asyncio.run(rl_loop.run(settings, rollouts, state, step, first_step=first, **options))
                 return state, saved.metadata(), lines
             except KeyboardInterrupt:
                 return None, saved.metadata(), lines
@@ -123,12 +148,13 @@ def job(tmp_path, policy, sft, monkeypatch):
 
 def test_a_run_stopped_in_a_rollout_saves_and_ends_exactly_like_an_unbroken_one(tmp_path, job):
     whole, record, _ = job("whole")
-    stopped, halfway, lines = job("broken", stop_in="0/step2")
+    stopped, halfway, lines = job("broken", stop_in="0/step2/root1")
     assert stopped is None and halfway["rl_step"] == 2  # save_every is 3
     assert "stopped after step 2" in lines[-1]
     resumed, again, _ = job("broken")
+    assert "0/step2/root0" not in job.roller.rolled  # it was finished, and kept
     jax.tree.map(np.testing.assert_array_equal, whole, resumed)
-    assert again == record and set(record["recovery_rates"]) == {"task"}
+    assert again == record and set(record["recovery_rates"]) == {"task0", "task1", "task2"}
     losses = [[(m["step"], m["train/loss"]) for m in read_metrics(tmp_path / name)] for name in ("whole", "broken")]
     assert losses[0] == losses[1] and [step for step, _ in losses[0]] == [1, 2, 3, 4]
 
@@ -150,11 +176,9 @@ def test_the_best_state_is_kept_and_a_tie_keeps_the_earlier(tmp_path, policy, sf
     rewards = iter([0.25, 0.75, 0.75, None, 0.5])
 
     class Scripted:
-        concurrent = 1
-
-        async def root_group(self, task, size, seed, gate, keep):
-            assert (size, seed, keep) == (1, "0/validation/t", False)
-            return SimpleNamespace(rewards=[next(rewards), None]), []
+        async def validate(self, tasks, attempts, seed):
+            assert ([task.id for task in tasks], attempts, seed) == (["t"], 1, "0/validation")
+            return [SimpleNamespace(rewards=[next(rewards), None])]
 
     with Checkpointer(tmp_path) as best:
         validation = Validation([SimpleNamespace(id="t")], best)
