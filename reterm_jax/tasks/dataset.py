@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from reterm_jax.tasks.config import TaskError
+from reterm_jax.tasks.fetch import FetchError, checkout
 from reterm_jax.tasks.task import Task, load_tasks
 
 
@@ -62,8 +63,10 @@ class Selection:
 def load_dataset(source: str | os.PathLike[str], selection: Selection | None = None) -> list[Task]:
     """Loads a task set: one task's directory, a directory of them, or a registry file (JSON).
 
-    A registry is a list of `{"name", "version", "tasks": [{"name", "path"}]}` with paths relative to the file;
-    `FILE#NAME` or `FILE#NAME@VERSION` chooses one of several. Raises TaskError naming file, field and remedy.
+    A registry is a list of `{"name", "version", "tasks": [{"name", "path", "git_url", "git_commit_id"}]}`. Paths are
+    relative to the file; with `git_url` (an address, or a path relative to the file) they are relative to that
+    repository, which is fetched at its pinned commit and kept (see `fetch.py`). `FILE#NAME` or `FILE#NAME@VERSION`
+    chooses one of several. Raises TaskError naming file, field and remedy.
     """
     text, _, name = os.fspath(source).partition("#")
     path = Path(text)
@@ -99,9 +102,19 @@ def _task(file: Path, index: int, entry: Any) -> Task:
     field = f"tasks[{index}]"
     if not isinstance(entry, dict) or not isinstance(entry.get("path"), str):
         raise TaskError(file, f"{field}.path", "is missing", "each task needs its path")
+    root = file.parent
     if entry.get("git_url"):
-        raise TaskError(file, f"{field}.git_url", "is not fetched here", "clone it and give local paths")
-    return Task.load(file.parent / entry["path"])
+        url, commit = str(entry["git_url"]), str(entry.get("git_commit_id") or "")
+        if ":" not in url and (root / url).is_dir():
+            url = str((root / url).absolute())
+        try:
+            root = checkout(url, commit)
+        except FetchError as error:
+            problem = f"{url} at git_commit_id {commit!r} cannot be fetched: {error}"
+            raise TaskError(file, f"{field}.git_url", problem, "correct both, or clone it") from None
+        if not (root / entry["path"]).resolve().is_relative_to(root.resolve()):
+            raise TaskError(file, f"{field}.path", f"{entry['path']!r} leaves the repository", "correct it")
+    return Task.load(root / entry["path"])
 
 
 def _id(task: Task) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 
 import pytest
 
@@ -54,10 +55,62 @@ def test_registry(tasks):
         with pytest.raises(TaskError, match=problem):
             ids(source)
     for bad, problem in (
-        ([one | {"tasks": [{"path": "a1", "git_url": "u"}]}], r"tasks\[0\].git_url"),
         ([one | {"tasks": [{}]}], r"tasks\[0\].path"),
         ({}, "not a list"),
     ):
         file.write_text(json.dumps(bad))
         with pytest.raises(TaskError, match=problem):
             ids(file)
+
+
+@pytest.fixture
+def repository(tasks, monkeypatch, tmp_path):
+    """A repository of the tasks with two commits, of which the second has another instruction; gives both ids."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-c", "user.name=n", "-c", "user.email=e", *arguments]
+        return subprocess.run(command, cwd=tasks, check=True, capture_output=True, text=True).stdout.strip()
+
+    def commit(text: str) -> str:
+        (tasks / "a1" / "instruction.md").write_text(text)
+        git("add", ".")
+        git("commit", "--quiet", "-m", text)
+        return git("rev-parse", "HEAD")
+
+    git("init", "--quiet")
+    return commit("first"), commit("second")
+
+
+def registry(tmp_path, **entry):
+    file = tmp_path / "registry.json"
+    file.write_text(json.dumps([{"name": "one", "tasks": [{"path": "a1", "git_url": "set"} | entry]}]))
+    return file
+
+
+def test_tasks_of_a_repository_are_those_of_the_pinned_commit(tasks, repository, tmp_path):
+    first, second = repository
+    for commit, text in ((first, "first"), (first[:10], "first"), (second, "second")):
+        (task,) = load_dataset(registry(tmp_path, git_commit_id=commit))
+        assert (task.id, task.instruction) == ("a1", text)
+    (task,) = load_dataset(registry(tmp_path, git_commit_id=first, git_url=f"file://{tasks}"))
+    assert task.instruction == "first"
+    (tasks / ".git").rename(tmp_path / "gone")
+    (task,) = load_dataset(registry(tmp_path, git_commit_id=first))
+    assert task.instruction == "first", "what was fetched once is kept"
+    assert not list((tmp_path / "cache" / "reterm" / "tasks").glob(".*"))
+
+
+def test_repositories_that_cannot_be_fetched(repository, tmp_path):
+    first, _ = repository
+    for entry, problem in (
+        ({"git_commit_id": "main"}, r"tasks\[0\].git_url.*'main' is no commit"),
+        ({}, r"tasks\[0\].git_url.*is no commit"),
+        ({"git_commit_id": "0" * 40}, r"tasks\[0\].git_url.*000 cannot be fetched|git_commit_id '0+' cannot"),
+        ({"git_commit_id": first, "git_url": "nowhere"}, "nowhere at git_commit_id"),
+        ({"git_commit_id": first, "git_url": "--upload-pack=x"}, "is no address"),
+        ({"git_commit_id": first, "path": "../../x"}, r"tasks\[0\].path.*leaves the repository"),
+    ):
+        with pytest.raises(TaskError, match=problem):
+            load_dataset(registry(tmp_path, **entry))
+    assert not list((tmp_path / "cache" / "reterm" / "tasks").glob(".*")), "nothing is left of what failed"
