@@ -29,6 +29,7 @@ setuptools.setup(
         "numpy>=2.4",
         "optax>=0.2.8",
         "orbax-checkpoint>=0.12.8",
+        "prometheus-client>=0.26",
         "safetensors>=0.8",
         "tensorboardX>=2.6.5",
         "tensorstore>=0.1.86",
