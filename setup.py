@@ -45,6 +45,7 @@ setuptools.setup(
     },
     entry_points={
         "console_scripts": [
+            "reterm-rollout = reterm_jax.cli.rollout:run",
             "reterm-train = reterm_jax.cli.train:run",
             "reterm-evaluate = reterm_jax.cli.evaluate:run",
             "reterm-reap = reterm_jax.cli.reap:run",

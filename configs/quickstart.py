@@ -163,12 +163,23 @@ def get_config() -> ml_collections.ConfigDict:
     c.rl.validation_attempts = 2
 
     c.rollout = ml_collections.ConfigDict()
-    c.rollout.max_staleness = 0  # versions that sampled tokens may be older than the one they train; 0: on-policy
+    c.rollout.service = ""  # of a `reterm-rollout`, such as http://127.0.0.1:8765; empty: the trainer samples itself
+    # Versions that sampled tokens may be older than the one they train; 0: on-policy. More only with a service.
+    c.rollout.max_staleness = 0
     # Groups without spread are made up for by others, this many a step (root groups, and recovery groups) at most.
     c.rollout.refills = 0  # here a step has enough groups, and time is short
     # Attempts that an environment's fault left without a verdict (after one retry) are made up for by others, this many
     # a group at most; 0 leaves the group smaller.
     c.rollout.spares = 0
+    # The rest is for a service.
+    c.rollout.vllm = ("http://127.0.0.1:8000",)  # the servers that it samples with
+    c.rollout.sandbox = ""  # the kind that it runs attempts in, as sandbox.kind; empty: that
+    c.rollout.published = ""  # where the trainer leaves weights for the servers; empty: in its workdir
+    c.rollout.keep = 3  # of those; a server that is restarted must still find its own
+    # What an update does about a server that fails it: exclude (go on without it, if there is another) | stop
+    c.rollout.on_failure = "exclude"
+    c.rollout.probe_tolerance = 0.05  # nats, mean |Δ logprob| of the probe: above bfloat16's noise, below other weights
+    c.rollout.patience = 600.0  # seconds that a trainer waits for a service that is away, and a turn for a server
 
     c.eval = ml_collections.ConfigDict()
     c.eval.attempts = 2  # per held-out task

@@ -97,6 +97,15 @@ class Publisher:
         """Where a version is, once it is published."""
         return self.directory / str(version)
 
+    def discard_from(self, version: int) -> None:
+        """Removes `version` and later ones, which a run that resumes there publishes again."""
+        self.wait()
+        if self._writes:
+            for later in self.versions:
+                if later >= version:
+                    shutil.rmtree(self.path(later))
+        _sync(f"versions from {version} on are gone")
+
     def publish(self, version: int, params: Params) -> None:
         """Starts to publish `params` as `version`. Returns when they may be donated; `wait` says when it is done.
 

@@ -54,6 +54,9 @@ def _known_errors() -> tuple[type[BaseException], ...]:
     from reterm_jax.policy.hf import WeightsError
     from reterm_jax.policy.sharding import ShardingError
     from reterm_jax.recovery.dataset import DatasetError
+    from reterm_jax.rollout.client import ServiceError
+    from reterm_jax.rollout.http_server import ListenError
+    from reterm_jax.rollout.store import StoreError
     from reterm_jax.sandbox.base import SandboxError
     from reterm_jax.tasks.task import TaskError
     from reterm_jax.tokens.chat import ChatFormatError
@@ -68,11 +71,14 @@ def _known_errors() -> tuple[type[BaseException], ...]:
         DatasetError,
         HarborError,
         JournalError,
+        ListenError,
         PackingError,
         RecordError,
         SandboxError,
+        ServiceError,
         SettingsError,
         ShardingError,
+        StoreError,
         TaskError,
         UserError,
         ViewError,

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import os
 import random
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,10 +21,15 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
+from reterm_jax.agent.episode import start_messages
+from reterm_jax.agent.protocol import BASH_SCHEMA
 from reterm_jax.checkpoint.checkpointer import Checkpointer
+from reterm_jax.checkpoint.publish import Publisher
 from reterm_jax.policy.spec import abstract_params, param_specs
 from reterm_jax.recovery.dataset import Row
+from reterm_jax.rollout.client import ServiceClient
 from reterm_jax.rollout.groups import Roller
+from reterm_jax.rollout.protocol import Opening, tokenizer_digest
 from reterm_jax.rollout.samplers.jax import JaxSampler
 from reterm_jax.sandbox import SandboxHost, make_host
 from reterm_jax.tasks import families
@@ -33,13 +39,16 @@ from reterm_jax.training import demonstrations, judging, rl_loop, sft_loop
 from reterm_jax.training.metrics import MetricsWriter, format_progress
 from reterm_jax.training.model import Model, load_model, write_tiny_model
 from reterm_jax.training.optimizer import make_optimizer
+from reterm_jax.training.remote_rollouts import RemoteRollouts
 from reterm_jax.training.rollouts import Rollouts, local_rollouts
 from reterm_jax.training.scoring import Scorer
-from reterm_jax.training.settings import Settings, SettingsError, Supervised, read_settings
+from reterm_jax.training.settings import Settings, SettingsError, Supervised, read_settings, rollout_identity
 from reterm_jax.training.state import abstract_state, state_from_params
 from reterm_jax.training.steps import make_rl_step, make_score, make_sft_step
 from reterm_jax.training.stopping import GracefulStop
 from reterm_jax.training.workdir import Workdir, open_workdir
+
+_PROBE_IDS = 256  # of a task's prompt, by which a sampler's weights are told from others
 
 
 def run(config: ConfigDict, workdir: str) -> None:
@@ -63,6 +72,16 @@ def run(config: ConfigDict, workdir: str) -> None:
             asyncio.run(_Stages(config, settings, work, host, stop).run())
         finally:
             asyncio.run(host.close())
+
+
+def run_tasks(config: ConfigDict, workdir: Path, split: str) -> Sequence[Task]:
+    """The `train` or `test` tasks of a run, generated below `workdir` where the config names none."""
+    tasks = config.tasks
+    if tasks.path:
+        return load_tasks(f"{tasks.path}/{split}")
+    return families.generate(
+        workdir / "tasks" / split, split=split, per_family=tasks[f"{split}_per_family"], seed=config.seed
+    )
 
 
 def split_train(tasks: Sequence[Task], share: float, seed: int) -> tuple[Sequence[Task], Sequence[Task]]:
@@ -196,15 +215,8 @@ class _Stages:
 
     def _tasks(self) -> tuple[Sequence[Task], Sequence[Task], Sequence[Task]]:
         """The tasks of base and SFT, those of RL, and the held-out ones."""
-        tasks, seed = self.config.tasks, self.config.seed
-        if tasks.path:
-            train, test = load_tasks(f"{tasks.path}/train"), load_tasks(f"{tasks.path}/test")
-        else:
-            train, test = (
-                families.generate(self.work.root / "tasks" / split, split=split, per_family=count, seed=seed)
-                for split, count in (("train", tasks.train_per_family), ("test", tasks.test_per_family))
-            )
-        return *split_train(train, tasks.sft_share, seed), test
+        train, test = (run_tasks(self.config, self.work.root, split) for split in ("train", "test"))
+        return *split_train(train, self.config.tasks.sft_share, self.config.seed), test
 
     async def _model(self) -> Model:
         config, directory = self.config, self.work.root / "model"
@@ -271,7 +283,7 @@ class _Stages:
                 updates = rl.loop.steps * rl.loop.epochs * rl.loop.updates
                 optimizer = make_optimizer(rl.optimizer, param_specs(model.config), updates)
                 first, saved = checkpointer.latest_step or 0, None
-                tasks, validation = self.rl_tasks, None
+                tasks, apart, validation = self.rl_tasks, (), None
                 if rl.loop.validate_every:
                     best.discard_after(first)
                     tasks, apart = split_validation(tasks, rl.loop.validation_tasks, self.config.seed)
@@ -289,7 +301,7 @@ class _Stages:
                 with MetricsWriter(directory, resume_step=first) as metrics, self.stop.deferred():
                     state = await rl_loop.run(
                         rl.loop,
-                        self._rollouts(sampler, tasks, first, saved),
+                        self._rollouts(sampler, tasks, apart, first, saved),
                         state,
                         step,
                         first_step=first,
@@ -302,9 +314,17 @@ class _Stages:
                 return state.params if best is checkpointer else self._best_params(best)
 
     def _rollouts(
-        self, sampler: JaxSampler, tasks: Sequence[Task], first: int, saved: Mapping[str, Any] | None
+        self,
+        sampler: JaxSampler,
+        tasks: Sequence[Task],
+        apart: Sequence[Task],
+        first: int,
+        saved: Mapping[str, Any] | None,
     ) -> Rollouts:
+        """Root groups are on `tasks`, validation on those `apart`."""
         loop = self.settings.rl.loop
+        if self.settings.service.service:
+            return self._remote_rollouts(tasks, apart, first)
         return local_rollouts(
             self.settings.schedule,
             loop.pool,
@@ -316,6 +336,27 @@ class _Stages:
             saved=saved,
             identity={"config": self._fingerprint()},
         )
+
+    def _remote_rollouts(self, tasks: Sequence[Task], apart: Sequence[Task], first: int) -> RemoteRollouts:
+        model, settings = self.model, self.settings.service
+        prompt = model.chat.prompt_ids(start_messages(tasks[0].instruction), [BASH_SCHEMA])[-_PROBE_IDS:]
+        publisher = Publisher(
+            settings.published or self.work.root / "published",
+            model.config,
+            model.directory,
+            prompt,
+            keep=settings.keep,
+        )
+        opening = Opening(
+            rollout_identity(self.config),
+            {task.id: task.fingerprint() for task in tasks},
+            {task.id: task.fingerprint() for task in apart},
+            tokenizer_digest(model.directory),
+            first,
+        )
+        token = os.environ.get("RETERM_ROLLOUT_TOKEN", "")
+        client = ServiceClient(settings.service, token, patience=settings.patience)
+        return RemoteRollouts(client, publisher, opening, self.settings.rl.loop.steps)
 
     def _best_params(self, best: Checkpointer) -> Any:
         if best.latest_step is None:

@@ -56,6 +56,7 @@ class LocalRollouts:
         self._scheduler.store.close()
 
     async def publish(self, step: int, params: Any) -> None:
+        await self._sampler.idle()  # the last attempts may have ended at their time limit, in the middle of a call
         self._sampler.update(params, step)
 
     async def batch(self, step: int) -> Batch:

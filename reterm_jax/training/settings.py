@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any, Literal
 
 from ml_collections import ConfigDict
 
@@ -44,6 +46,34 @@ class Reinforcement:
 
 
 @dataclass(frozen=True)
+class ServiceSettings:
+    """How trainer, rollout service and vLLM find and treat each other; see configs/quickstart.py for the fields."""
+
+    service: str
+    vllm: tuple[str, ...]
+    sandbox: str
+    published: str
+    keep: int
+    on_failure: Literal["exclude", "stop"]
+    probe_tolerance: float
+    patience: float
+
+    def __post_init__(self) -> None:
+        for url in (self.service, *self.vllm):
+            if url and not url.startswith(("http://", "https://")):
+                raise ValueError(f"{url!r} is no URL; write http://HOST:PORT")
+        if not self.vllm or len(set(self.vllm)) != len(self.vllm):
+            raise ValueError(f"vllm is {self.vllm}; name each server once, and one at least")
+        if self.on_failure not in ("exclude", "stop"):
+            raise ValueError(f"on_failure is {self.on_failure!r}; it must be 'exclude' or 'stop'")
+        if self.keep < 1 or not self.probe_tolerance > 0 or not self.patience > 0:
+            raise ValueError(
+                f"keep {self.keep} must be at least 1, probe_tolerance {self.probe_tolerance} and patience "
+                f"{self.patience} positive"
+            )
+
+
+@dataclass(frozen=True)
 class Settings:
     """What the stages of one run are made from."""
 
@@ -53,6 +83,7 @@ class Settings:
     sft: Supervised
     rl: Reinforcement
     schedule: Schedule
+    service: ServiceSettings
 
 
 def read_settings(config: ConfigDict) -> Settings:
@@ -68,7 +99,26 @@ def read_settings(config: ConfigDict) -> Settings:
         with _named("base"):
             _check_row(config.base.row_length, limits)
     rl = _reinforcement(config, limits)
-    return Settings(limits, live_processes, stages["base"], stages["sft"], rl, _schedule(config, rl.loop))
+    schedule = _schedule(config, rl.loop)
+    with _named("rollout"):
+        fields = {name: config.rollout[name] for name in ServiceSettings.__dataclass_fields__}
+        service = ServiceSettings(**{**fields, "vllm": tuple(config.rollout.vllm)})
+    return Settings(limits, live_processes, stages["base"], stages["sft"], rl, schedule, service)
+
+
+def rollout_identity(config: ConfigDict) -> dict[str, Any]:
+    """What groups depend on beside weights and tasks, flat, as JSON values: alike in a trainer and its service."""
+    chosen = {
+        "rl": (
+            *("steps", "tasks", "attempts", "states", "forks", "fork_at", "choose", "target_rate", "max_depth"),
+            *("pool_staleness", "pool_size", "temperature"),
+        ),
+        "rollout": ("max_staleness", "refills", "spares"),
+        "sandbox": ("live_processes", "restart"),
+        "agent": tuple(config.agent.keys()),
+    }
+    flat = {f"{section}.{name}": config[section][name] for section, names in chosen.items() for name in names}
+    return json.loads(json.dumps({"seed": config.seed, **flat}))
 
 
 def _supervised(name: str, stage: ConfigDict, seed: int) -> Supervised:
@@ -120,10 +170,10 @@ def _schedule(config: ConfigDict, loop: RLConfig) -> Schedule:
         rollout = config.rollout
         if rollout.spares < 0:
             raise ValueError(f"spares must not be negative, got {rollout.spares}")
-        if rollout.max_staleness:
+        if rollout.max_staleness and not rollout.service:
             raise ValueError(
                 f"max_staleness is {rollout.max_staleness}, but a sampler in the trainer's process samples between "
-                "updates only; set it to 0"
+                "updates only; set it to 0, or rollout.service to the URL of a service"
             )
         shared = {name: getattr(loop, name) for name in ("seed", "steps", "tasks", "attempts", "states", "forks")}
         return Schedule(**shared, max_staleness=rollout.max_staleness, refills=rollout.refills)

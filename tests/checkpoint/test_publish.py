@@ -130,6 +130,20 @@ def test_the_last_ones_are_kept_and_unfinished_ones_are_not_there(tmp_path, sour
     assert sorted(os.listdir(published.directory)) == ["3", "4"]
 
 
+def test_a_run_that_resumes_publishes_its_later_versions_again(tmp_path, source):
+    config = config_of("qwen3", False)
+    params = init_params(config, jax.random.key(0))
+    published = publisher(tmp_path, config, source)
+    for version in (1, 2, 3):
+        published.publish(version, params)
+    published.discard_from(2)
+    assert published.versions == [1]
+    published.publish(2, jax.tree.map(lambda leaf: 2 * leaf, params))
+    published.close()
+    first, second = (dict(read_tensors(published.path(version)))["lm_head.weight"] for version in (1, 2))
+    np.testing.assert_array_equal(second, 2 * first)
+
+
 def test_bad_weights_and_bad_arguments_are_refused(tmp_path, source):
     config = config_of("qwen3", True)
     params = init_params(config, jax.random.key(0))

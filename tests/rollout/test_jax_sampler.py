@@ -189,6 +189,8 @@ def test_a_cancelled_request_leaves_the_sampler_in_order(policy):
         waiting.cancel()
         await asyncio.gather(running, waiting, return_exceptions=True)
         await sampler.end("slow")
+        await sampler.idle()
+        sampler.update(sampler.params, 1)  # refused while a call runs
         after = await sampler.generate(prompt(2), max_tokens=8, temperature=1.0, seed=5, session="next")
         return after
 

@@ -6,20 +6,19 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
+from made_up import MadeUpRoller, task
+from made_up_service import IDENTITY, Running, opening
 
-from reterm_jax.agent.attempt import Attempt, FailureState
-from reterm_jax.agent.turns import Turn
 from reterm_jax.checkpoint.checkpointer import Checkpointer
-from reterm_jax.rollout.groups import Group
-from reterm_jax.rollout.live_processes import LiveProcesses
+from reterm_jax.rollout.client import ServiceClient
+from reterm_jax.rollout.protocol import tokenizer_digest
 from reterm_jax.rollout.scheduler import Schedule
-from reterm_jax.rollout.seeds import seed_of
-from reterm_jax.sandbox.base import ExecResult, Snapshot
-from reterm_jax.tasks.outcome import Outcome
+from reterm_jax.rollout.store import GroupStore
+from reterm_jax.serving.published import Manifest, Probe
 from reterm_jax.tokens.packing import Example
-from reterm_jax.tokens.transcript import Span, Transcript
 from reterm_jax.training import rl_loop
 from reterm_jax.training.metrics import MetricsWriter, read_metrics
+from reterm_jax.training.remote_rollouts import RemoteRollouts
 from reterm_jax.training.rl_loop import RLConfig, Validation
 from reterm_jax.training.rollouts import local_rollouts
 from reterm_jax.training.steps import StepConfig, make_rl_step
@@ -58,74 +57,52 @@ def test_nothing_to_learn_from_is_said_and_changes_nothing():
     assert state == "state" and values == {"train/skipped": 1.0}
 
 
-def sampled(name, rng, reward):
-    ids = tuple(int(i) for i in rng.integers(0, 32, 9))
-    spans = [Span("prompt", ids[:4]), Span("policy", ids[4:], tuple(rng.uniform(-4, -3, 5)), 0)]
-    return Attempt(name, "task", Transcript(spans), outcome=Outcome.from_reward(reward), turns=[Turn("", "ls", "", 0)])
-
-
 class Sampler:
+    async def idle(self):
+        pass
+
     def update(self, params, version):
         self.params, self.version = params, version
 
 
-class MadeUp:
-    """A roller whose groups are functions of their seeds; also its sandboxes, in which all commands are silent."""
-
-    concurrent, limits, live_processes = 1, SimpleNamespace(command_timeout=1, output_limit=9), LiveProcesses()
+class StoppingRoller(MadeUpRoller):
+    """Has the run stopped when it comes to one of its groups."""
 
     def __init__(self, stop, stop_in):
-        self.stop, self.stop_in, self.rolled = stop, stop_in, []
-        self.host = self
-
-    async def start(self, task):
-        return self
-
-    async def exec(self, command, **_):
-        return ExecResult("", 0, 0.1, False)
-
-    async def snapshot(self):
-        return Snapshot("again", "bubblewrap", "")
-
-    async def close(self):
-        pass
-
-    async def release(self, snapshot):
-        pass
+        super().__init__()
+        self.stop, self.stop_in = stop, stop_in
 
     async def root_group(self, task, size, seed, gate, keep):
-        await asyncio.sleep(0)
-        self.rolled.append(seed)
         if seed == self.stop_in:
             self.stop.requested = True
             await asyncio.sleep(60)
-        rng = np.random.default_rng(seed_of(seed))
-        attempts = [sampled(f"{seed}/{i}", rng, float(i % 2)) for i in range(size)]
-        return Group("root", task.id, tuple(attempts)), [
-            FailureState.of(attempt, Snapshot(attempt.id, "bubblewrap", "")) for attempt in attempts[::2]
-        ]
+        return await super().root_group(task, size, seed, gate, keep)
 
-    async def recovery_group(self, task, state, forks, seed, gate, keep):
-        self.rolled.append(seed)
-        rng = np.random.default_rng(seed_of(seed))
-        attempts = [sampled(f"{seed}/{i}", rng, float(rng.integers(2))) for i in range(forks)]
-        return Group("recovery", task.id, tuple(attempts), state), []
+
+def schedule_of(settings, **changes):
+    names = ("seed", "steps", "tasks", "attempts", "states", "forks")
+    return Schedule(**{name: getattr(settings, name) for name in names}, **changes)
 
 
 @pytest.fixture
 def job(tmp_path, policy, sft):
     """A function that trains in a directory and returns the state (None where it was stopped), with what it logged.
 
-    The rollouts are made up by their seed; what is real is updates, checkpoints, scheduler and store.
+    The rollouts are made up by their seed; what is real is updates, checkpoints, scheduler and store. `rollouts` makes
+    them from the config, the first step and the checkpoint's record.
     """
     step = make_rl_step(policy.config, StepConfig(micro_rows=2), sft.optimizer, policy.mesh, policy.shardings)
-    user = SimpleNamespace(agent=SimpleNamespace(user=None))
-    tasks = [SimpleNamespace(id=f"task{i}", config=user) for i in range(3)]
 
-    def train(name, stop_in=None, **changes):
+    def train(name, stop_in=None, rollouts=None, **changes):
         settings, stop, lines = config(**{"steps": 4, "save_every": 3, **changes}), GracefulStop(), []
-        roller = train.roller = MadeUp(stop, stop_in)
-        shared = {key: getattr(settings, key) for key in ("seed", "steps", "tasks", "attempts", "states", "forks")}
+        roller = train.roller = StoppingRoller(stop, stop_in)
+        place = {"path": tmp_path / name / "groups", "log": lines.append}
+
+        def in_process(first, record):
+            tasks = [task(f"task{i}") for i in range(3)]
+            arguments = schedule_of(settings), settings.pool, tasks, roller, Sampler()
+            return local_rollouts(*arguments, first_step=first, saved=record, **place)
+
         with (
             Checkpointer(tmp_path / name / "checkpoints") as saved,
             MetricsWriter(tmp_path / name, resume_step=saved.latest_step or 0, tensorboard=False) as metrics,
@@ -134,14 +111,13 @@ def job(tmp_path, policy, sft):
             if first:
                 state, record = saved.restore(policy.abstract_state(sft.optimizer))
             options = {"checkpointer": saved, "metrics": metrics, "stop": stop, "log": lines.append}
-            place = {"path": tmp_path / name / "groups", "first_step": first, "saved": record, "log": lines.append}
             try:
-                rollouts = local_rollouts(Schedule(**shared), settings.pool, tasks, roller, Sampler(), **place)
+                made = (rollouts or in_process)(first, record)
                 with stop.deferred():
-                    state = asyncio.run(rl_loop.run(settings, rollouts, state, step, first_step=first, **options))
+                    state = asyncio.run(rl_loop.run(settings, made, state, step, first_step=first, **options))
                 return state, saved.metadata(), lines
             except KeyboardInterrupt:
-                return None, saved.metadata(), lines
+                return None, saved.metadata() if saved.latest_step else None, lines
 
     return train
 
@@ -152,11 +128,94 @@ def test_a_run_stopped_in_a_rollout_saves_and_ends_exactly_like_an_unbroken_one(
     assert stopped is None and halfway["rl_step"] == 2  # save_every is 3
     assert "stopped after step 2" in lines[-1]
     resumed, again, _ = job("broken")
-    assert "0/step2/root0" not in job.roller.rolled  # it was finished, and kept
+    assert "0/step2/root0" not in job.roller.begun  # it was finished, and kept
     jax.tree.map(np.testing.assert_array_equal, whole, resumed)
     assert again == record and set(record["recovery_rates"]) == {"task0", "task1", "task2"}
     losses = [[(m["step"], m["train/loss"]) for m in read_metrics(tmp_path / name)] for name in ("whole", "broken")]
     assert losses[0] == losses[1] and [step for step, _ in losses[0]] == [1, 2, 3, 4]
+
+
+class Killed(BaseException):
+    """Of the trainer, in the middle of a step: it acknowledges and saves nothing more."""
+
+
+def test_trainer_and_service_killed_in_turn_train_on_the_same_groups_once(tmp_path, job):
+    """Over real HTTP, from a real store. What is published is a version alone; groups are functions of their seeds."""
+    settings = config(steps=6)
+    published, seen = tmp_path / "published", []
+
+    class Publisher:
+        def discard_from(self, version):
+            pass
+
+        def publish(self, version, params):
+            self.path(version).mkdir(parents=True, exist_ok=True)
+            (self.path(version) / "manifest.json").write_text(Manifest(version, {}, Probe((1, 2), (-1.0,))).to_json())
+
+        def path(self, version):
+            return published / str(version)
+
+        def wait(self):
+            pass
+
+        def close(self):
+            pass
+
+    class Watched(RemoteRollouts):
+        """Notes what is trained on, and has accidents before steps."""
+
+        async def batch(self, step):
+            accident = self.accidents.pop(step, None)
+            if accident is not None:
+                await asyncio.to_thread(accident)
+            batch = await super().batch(step)
+            seen.append((step, [attempt.id for group in batch.groups for attempt in group.attempts]))
+            return batch
+
+    def served(service, accidents):
+        def rollouts(first, record):
+            client = ServiceClient(service().url, log=lambda line: None)
+            asked = opening(tokenizer=tokenizer_digest(published), first_step=first)
+            made = Watched(client, Publisher(), asked, settings.steps)
+            made.accidents = accidents
+            return made
+
+        return rollouts
+
+    def run(name, accidents):
+        schedule = schedule_of(settings, max_staleness=1)
+        running = [Running(tmp_path / f"{name}.groups", schedule=schedule)]
+
+        def kill_service():
+            port = int(running[-1].url.rpartition(":")[2])
+            running[-1].end()
+            running.append(Running(tmp_path / f"{name}.groups", schedule=schedule, port=port))
+
+        def kill_trainer():
+            raise Killed
+
+        kills = {"service": kill_service, "trainer": kill_trainer}
+        accidents = {step: kills[who] for step, who in accidents.items()}
+        try:
+            while True:
+                try:
+                    return job(name, rollouts=served(lambda: running[-1], accidents), steps=6, save_every=2)
+                except Killed:
+                    pass
+        finally:
+            running[-1].end()
+            with GroupStore(tmp_path / f"{name}.groups", IDENTITY) as store:
+                assert store.counts() == {} and store.acknowledged == 6
+
+    whole, _, _ = run("whole", {})
+    expected, seen = seen, []
+    broken, _, _ = run("broken", {1: "service", 3: "trainer", 4: "service", 5: "trainer"})
+    jax.tree.map(np.testing.assert_array_equal, whole, broken)
+    losses = [[(m["step"], m["train/loss"]) for m in read_metrics(tmp_path / name)] for name in ("whole", "broken")]
+    assert losses[0] == losses[1] and len(losses[0]) == 6
+    # The steps after the checkpoints of 2 and 4 came again, with the very groups that they had before.
+    assert [step for step, _ in seen] == [0, 1, 2, 2, 3, 4, 4, 5] and dict(seen) == dict(expected)
+    assert all(found == dict(expected)[step] for step, found in seen)
 
 
 def test_states_that_waited_when_the_run_was_killed_are_gone_and_it_says_so(job, monkeypatch):

@@ -177,6 +177,11 @@ class JaxSampler:
         self._prefixes.clear()
         self._free = list(range(self.slots))[::-1]
 
+    async def idle(self) -> None:
+        """Returns when no device call is under way; one whose requests were cancelled ends by itself."""
+        if self._engine is not None:
+            await asyncio.wait({self._engine})
+
     async def generate(
         self,
         ids: Sequence[int],

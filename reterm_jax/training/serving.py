@@ -1,0 +1,96 @@
+"""The rollout service of a run, put together from its config: sandboxes, vLLM servers, store, HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import signal
+from pathlib import Path
+
+from ml_collections import ConfigDict
+
+from reterm_jax.rollout.groups import Roller
+from reterm_jax.rollout.http_server import HttpServer, parse_address
+from reterm_jax.rollout.samplers.base import Sampler
+from reterm_jax.rollout.samplers.vllm import VllmSampler
+from reterm_jax.rollout.service import RolloutService, ServiceParts
+from reterm_jax.rollout.store import GroupStore
+from reterm_jax.sandbox import SandboxHost, make_host
+from reterm_jax.tokens.chat import ChatFormat
+from reterm_jax.training.pipeline import run_tasks
+from reterm_jax.training.settings import Settings, read_settings, rollout_identity
+from reterm_jax.training.workdir import Workdir, open_workdir
+
+
+def run(config: ConfigDict, workdir: str, listen: str) -> None:
+    """Serves until SIGTERM or SIGINT. Raises errors that name file, field or flag."""
+    settings, address = read_settings(config), parse_address(listen)
+    with open_workdir(workdir, config.to_dict()) as work:
+        host = make_host(
+            config.rollout.sandbox or config.sandbox.kind,
+            work.root / "sandboxes",
+            max_concurrent=config.sandbox.concurrent,
+            snapshot_mb=config.sandbox.snapshot_mb,
+            run_id=hashlib.sha256(str(work.root).encode()).hexdigest()[:12],
+        )
+        try:
+            with GroupStore(work.root / "groups.sqlite", rollout_identity(config)) as store:
+                asyncio.run(_serve(_parts(config, settings, work, host, store), address))
+        finally:
+            asyncio.run(host.close())
+
+
+async def _serve(parts: ServiceParts, address: tuple[str, int]) -> None:
+    ended = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, ended.set)
+    async with RolloutService(parts) as service:
+        server = HttpServer(service, address, os.environ.get("RETERM_ROLLOUT_TOKEN", ""))
+        print(f"rollout service: {server.url}/status  tasks {len(parts.tasks)}", flush=True)
+        try:
+            await ended.wait()
+        finally:
+            await server.close()
+
+
+def _parts(config: ConfigDict, settings: Settings, work: Workdir, host: SandboxHost, store: GroupStore) -> ServiceParts:
+    def new_chat(directory: str) -> ChatFormat:
+        from transformers import AutoTokenizer
+
+        return ChatFormat(AutoTokenizer.from_pretrained(Path(directory)))
+
+    def new_sampler(stop_id: int) -> VllmSampler:
+        service = settings.service
+        return VllmSampler(
+            service.vllm,
+            stop_id=stop_id,
+            on_failure=service.on_failure,
+            tolerance=service.probe_tolerance,
+            patience=service.patience,
+        )
+
+    def new_roller(sampler: Sampler, chat: ChatFormat) -> Roller:
+        return Roller(
+            host,
+            sampler,
+            chat,
+            settings.limits,
+            config.sandbox.concurrent,
+            config.agent.retry_message,
+            config.rl.temperature,
+            settings.live_processes,
+            fork_at=settings.rl.loop.fork_at,
+            spares=config.rollout.spares,
+        )
+
+    return ServiceParts(
+        identity=rollout_identity(config),
+        schedule=settings.schedule,
+        pool=settings.rl.loop.pool,
+        tasks=run_tasks(config, work.root, "train"),
+        store=store,
+        new_chat=new_chat,
+        new_sampler=new_sampler,
+        new_roller=new_roller,
+    )
