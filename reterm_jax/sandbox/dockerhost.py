@@ -253,9 +253,10 @@ class DockerHost:
         try:
             if image.skeleton:  # a snapshot has it already, perhaps changed by the agent
                 container.put_archive("/", _skeleton())
-            container.start()
             if image.sentinel:
-                dockersnapshot.check(self.client, container, image)
+                dockersnapshot.check(container, image)
+            container.start()
+            dockersnapshot.restore(self.client, container, image)
         except BaseException:
             container.remove(force=True, v=True)
             raise

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from reterm_jax.sandbox import shell
 from reterm_jax.sandbox.base import BASE_IMAGE, DEFAULT_WORKDIR, SandboxError, SandboxUnavailable
-from reterm_jax.sandbox.environment import check_no_compose, limits_of
+from reterm_jax.sandbox.environment import check_network, check_no_compose, limits_of
 from reterm_jax.sandbox.process import disk_errors
 
 if TYPE_CHECKING:
@@ -72,8 +72,7 @@ def prepare(client: Any, task: Task, tag: str, labels: Mapping[str, str], logs: 
     fault.
     """
     config = task.config.environment
-    if config.network_mode == "allowlist":
-        raise SandboxError(f"task {task.id}: environment.network_mode = 'allowlist' is not supported: use 'public'")
+    check_network(task)
     check_no_compose(task)
     context = Path(task.path) / "environment"
     if config.docker_image or not (context / "Dockerfile").exists():

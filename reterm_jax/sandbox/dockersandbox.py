@@ -39,6 +39,7 @@ class DockerSandbox:
         self._image = image
         self._lock = asyncio.Lock()
         self._closing: asyncio.Future[None] | None = None
+        self._runners = dockerexec.Runners(host.client.api, self.id)
         self._killed = ""  # why all that ran was killed from outside, for the agent to read
 
     async def exec(
@@ -56,9 +57,14 @@ class DockerSandbox:
         who = f"{user or 'root'}:{archive.PRIVATE_GID}" if private else user or ""
         call = dockerexec.Call(command, line, timeout, self._image.limits.processes, who, extra)
         started = time.monotonic()
+
+        def run() -> tuple[int, BoundedOutput]:
+            # No shell that the agent could reach serves what is not the agent's.
+            return dockerexec.run(self._host.client.api, self.id, call) if fresh or private else self._runners.run(call)
+
         async with self._use():
             try:
-                exit_code, output = await self._host.call(lambda: dockerexec.run(self._host.client.api, self.id, call))
+                exit_code, output = await self._host.call(run)
             except dockerexec.Broken as error:
                 if self._closing is not None:
                     raise SandboxError(f"sandbox {self.id} was closed while a command ran") from None
@@ -138,6 +144,7 @@ class DockerSandbox:
     async def close(self) -> None:
         # Shielded, so that a cancelled caller does not leave the container behind.
         if self._closing is None:
+            self._runners.close()
             self._closing = asyncio.ensure_future(self._host.closed(self, self._container))
         await asyncio.shield(self._closing)
 

@@ -8,8 +8,10 @@ recorded. A sentinel written just before the commit must be found in each fork.
 from __future__ import annotations
 
 import dataclasses
+import io
 import secrets
 import shlex
+import tarfile
 from typing import Any
 
 from reterm_jax.sandbox import dockerexec, shell
@@ -27,7 +29,8 @@ IDLE = ["bash", "-c", f"while :; do sleep {IDLE_SECONDS} & wait $!; done"]
 _SENTINEL = f"{shell.STATE_DIR}/sentinel"
 _KEPT = f"{shell.STATE_DIR}/mounts"
 _SECONDS = 300.0
-# Runs as `timeout`'s child; the parent of that is the runner. Prints "mount PATH" and "process COMMAND" lines.
+# Runs as `timeout`'s child. What has no parent in the container is ours: process 1 and the shells that run commands.
+# Prints "mount PATH" and "process COMMAND" lines.
 _SAVE = rf"""
 shopt -s nullglob dotglob
 [ ! -e {_KEPT} ] || rm -rf {_KEPT} || exit
@@ -39,28 +42,27 @@ for place in @VOLUMES@; do keep "$place" || exit; done
 found=(/dev/shm/*)
 [ ${{#found[@]}} = 0 ] || keep /dev/shm || exit
 parent() {{ local line; read -r line < "/proc/$1/stat" && line=${{line##*) }} && set -- $line && parent=$2; }}
-parent $PPID; runner=$parent
+mapfile -d '' -t idle < /proc/1/cmdline
 for process in /proc/[0-9]*; do
   id=${{process##*/}}
-  case $id in 1 | $$ | $PPID | $runner) continue ;; esac
+  case $id in $$ | $PPID) continue ;; esac
   {{ parent "$id" && mapfile -d '' -t words < "$process/cmdline"; }} 2>/dev/null || continue
-  [ ${{#words[@]}} -gt 0 ] || continue
-  [ "$parent" = 1 ] && [ "${{words[*]}}" = "sleep {IDLE_SECONDS}" ] && continue
+  [ ${{#words[@]}} -gt 0 ] && [ "$parent" != 0 ] || continue
+  # The child of process 1, which looks like that until it has become a `sleep`.
+  [ "$parent" = 1 ] && [[ ${{words[*]}} = "sleep {IDLE_SECONDS}" || ${{words[*]}} = "${{idle[*]}}" ]] && continue
   printf -v line '%q ' "${{words[@]}}"
   echo "process ${{line% }}"
 done
 echo @SENTINEL@ > {_SENTINEL}
 """
-_CHECK = rf"""
+_RESTORE = rf"""
 shopt -s nullglob dotglob
-read -r found 2>/dev/null < {_SENTINEL}
-[ "$found" = @SENTINEL@ ] || {{ echo "the sentinel is $found, not @SENTINEL@"; exit 1; }}
 for place in @MOUNTS@; do
   old=("$place"/*)
   [ ${{#old[@]}} = 0 ] || rm -rf -- "${{old[@]}}" || exit
   cp -a -- "{_KEPT}$place/." "$place/" || exit
 done
-[ ! -e {_KEPT} ] || rm -rf {_KEPT}
+rm -rf {_KEPT}
 """
 
 
@@ -93,10 +95,30 @@ def save(client: Any, container: Any, image: Image, name: str) -> tuple[Image, t
     return saved, processes
 
 
-def check(client: Any, container: Any, image: Image) -> None:
-    """Makes a fork's state complete and proves it. Blocking. Raises SandboxError where it is not."""
-    script = _CHECK.replace("@SENTINEL@", image.sentinel).replace("@MOUNTS@", shlex.join(image.mounts))
-    _script(client, container, image, script, f"the state of {image.name} is not complete")
+def check(container: Any, image: Image) -> None:
+    """Proves that the files of a fork, which need not have been started, are all there. Blocking, and takes no command
+    in the container. Raises SandboxError where they are not."""
+    from docker import errors
+
+    try:
+        stream, _ = container.get_archive(_SENTINEL)
+        with tarfile.open(fileobj=io.BytesIO(b"".join(stream))) as tar:
+            file = tar.extractfile(tar.getmembers()[0])
+            found = file.read(100).decode("ascii", "replace").strip() if file else "a directory"
+    except errors.NotFound:
+        found = "missing"
+    except tarfile.TarError as error:
+        found = f"unreadable ({error})"
+    if found != image.sentinel:
+        problem = f"the state of {image.name} is not complete: the sentinel is {found}, not {image.sentinel}"
+        raise SandboxError(f"container {container.name}: {problem}")
+
+
+def restore(client: Any, container: Any, image: Image) -> None:
+    """Puts back what a started fork's mounts held. Blocking. Raises SandboxError where it cannot."""
+    if image.mounts:
+        script = _RESTORE.replace("@MOUNTS@", shlex.join(image.mounts))
+        _script(client, container, image, script, f"the state of {image.name} cannot be completed")
 
 
 def _script(client: Any, container: Any, image: Image, script: str, problem: str) -> str:

@@ -80,6 +80,7 @@ class Recipe:
         context = Path(task.path) / "environment"
         file = context / "Dockerfile"
         check_no_compose(task)
+        check_network(task)
         if config.network_mode != "no-network":
             raise SandboxError(
                 f"task {task.id}: environment.network_mode = {config.network_mode!r} needs Docker: "
@@ -136,6 +137,14 @@ async def wait_healthy(sandbox: Sandbox, task: Task) -> None:
     except BaseException:
         await sandbox.close()
         raise
+
+
+def check_network(task: Task) -> None:
+    """Raises SandboxError for a network of chosen hosts: which those are the format leaves to the harness."""
+    if task.config.environment.network_mode == "allowlist":
+        raise SandboxError(
+            f"task {task.id}: environment.network_mode = 'allowlist' is not supported: use 'public' or 'no-network'"
+        )
 
 
 def check_no_compose(task: Task) -> None:

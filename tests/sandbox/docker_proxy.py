@@ -37,6 +37,10 @@ class DockerProxy:
             self._server.shutdown(socket.SHUT_RDWR)
         self._server.close()
         os.unlink(self.path)
+        self.drop()
+
+    def drop(self) -> None:
+        """Ends all connections; new ones are served."""
         for end in self._pairs:
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)

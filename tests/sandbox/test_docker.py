@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
@@ -47,11 +48,40 @@ async def test_background_processes_outlive_a_later_time_limit(bench: Bench) -> 
     assert await bench.sh(box, "pgrep -fc '^sleep 85.5'; pgrep -fc '^sleep 60' || true") == "1\n0\n"
 
 
+# Above the command's own shell is `timeout`, and above that the one that runs commands.
+RUNNER = "ps -o ppid= -p $PPID | tr -d ' '"
+
+
+async def test_one_shell_runs_the_commands_of_a_user_and_none_of_others(bench: Bench) -> None:
+    box = await bench.start()
+    first = await bench.sh(box, RUNNER)
+    assert await bench.sh(box, RUNNER) == first and (await box.snapshot()).live_processes == ()
+    others = [await bench.sh(box, RUNNER, **options) for options in ({"user": "agent"}, {"fresh": True})]
+    assert len({first, *others, await bench.sh(box, RUNNER, fresh=True)}) == 4
+    assert await bench.sh(box, RUNNER) == first
+
+
+async def test_a_shell_that_is_attacked_is_replaced_or_goes_on(bench: Bench) -> None:
+    box = await bench.start()
+    first = await bench.sh(box, f"export A=1; {RUNNER}")
+    assert (await box.exec("pkill bash; sleep 5", timeout=20)).exit_code == 143
+    assert await bench.sh(box, RUNNER) == first
+    await bench.sh(box, f"(sleep 0.2; echo junk > /proc/{first.strip()}/fd/1) >/dev/null 2>&1 &")
+    await asyncio.sleep(0.8)
+    assert await bench.sh(box, "echo $A") == "1\n"
+    await bench.sh(box, "(sleep 0.2; kill -9 -1) >/dev/null 2>&1 &")
+    await asyncio.sleep(0.8)
+    assert await bench.sh(box, f"echo $A; {RUNNER}") not in ("1\n", f"1\n{first}")
+    result = await box.exec("kill -9 -1; sleep 5", timeout=20)
+    assert result.exit_code == 137 and "everything else that ran was killed" in result.output
+
+
 async def test_agent_removes_its_shell(bench: Bench) -> None:
     box = await bench.start()
     await box.exec("rm /bin/bash", timeout=20)
-    result = await box.exec("true", timeout=20)
-    assert result.exit_code == 126 and "bash" in result.output
+    for fresh, status in ((False, 127), (True, 126)):
+        result = await box.exec("true", timeout=20, fresh=fresh)
+        assert result.exit_code == status and "bash" in result.output
 
 
 async def test_images_and_networks(bench: Bench) -> None:

@@ -60,6 +60,14 @@ async def test_a_daemon_that_is_away_is_waited_for(
         proxies[0].mend()
         other = await starting
         assert (await other.exec("echo there", timeout=20)).output == "there\n"
+        proxies[0].drop()
+        await asyncio.sleep(0.2)
+        assert (await other.exec("echo again", timeout=20)).output == "again\n", "nothing ran: another connection"
+        running = asyncio.ensure_future(other.exec("sleep 5", timeout=20))
+        await asyncio.sleep(0.5)
+        proxies[0].drop()
+        with pytest.raises(SandboxError, match="connection to its Docker daemon broke|Connection aborted"):
+            await running  # that is, the command still runs
         proxies[0].delay = 0.2
         assert (await other.exec("echo slow", timeout=20)).output == "slow\n"
     finally:
