@@ -106,6 +106,9 @@ def get_config() -> ml_collections.ConfigDict:
     c.rl.attempts = 8  # G, attempts of a root group
     c.rl.states = 32  # failure states a step; 0 is plain GRPO
     c.rl.forks = 8  # K, recoveries of a failure state
+    # Tokens sampled in a step, on average, in rounds of so many tasks and states; 0: one round, whatever it takes. For
+    # comparisons at equal cost.
+    c.rl.step_tokens = 0
     # Where recoveries start: end (of the failed attempt, as in ReTerm-10K; what RL did is unpublished) | error (after
     # the first turn whose error was not repaired) | uniform (after any of its turns)
     c.rl.fork_at = "end"

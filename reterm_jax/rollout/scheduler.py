@@ -25,6 +25,7 @@ from reterm_jax.rollout.gate import PriorityGate
 from reterm_jax.rollout.groups import Group, Roller, until_good
 from reterm_jax.rollout.pool import FailurePool, RecoveryRates
 from reterm_jax.rollout.restore import restore_state
+from reterm_jax.rollout.rounds import Rounds
 from reterm_jax.rollout.seeds import seed_of
 from reterm_jax.rollout.store import GroupStore
 from reterm_jax.sandbox.base import SandboxError
@@ -44,11 +45,12 @@ class Schedule:
     Attributes:
       seed: of the run; with the step and a group's place it gives the seed of each attempt.
       steps: of the trainer.
-      tasks, attempts: root groups a step, and attempts in each.
-      states, forks: failure states a step, and recoveries from each; states = 0 is plain GRPO.
+      tasks, attempts: root groups a step (a round, with `step_tokens`), and attempts in each.
+      states, forks: failure states a step or round, and recoveries from each; states = 0 is plain GRPO.
       max_staleness: versions that sampled tokens may be older than the one that trains on them.
       refills: groups that may be rolled beside `tasks`, and beside `states`, to make up for groups without spread.
         Those stay in the batch, where they count in the metrics and teach nothing.
+      step_tokens: tokens sampled in a step, on average, in as many rounds as it takes; 0: one round. See `Rounds`.
     """
 
     seed: int
@@ -59,9 +61,10 @@ class Schedule:
     forks: int
     max_staleness: int = 0
     refills: int = 0
+    step_tokens: int = 0
 
     def __post_init__(self) -> None:
-        for field in ("max_staleness", "refills"):
+        for field in ("max_staleness", "refills", "step_tokens"):
             if getattr(self, field) < 0:
                 raise ValueError(f"{field} must not be negative, got {getattr(self, field)}")
 
@@ -102,6 +105,8 @@ class Scheduler:
         self.gate = PriorityGate(roller.concurrent)
         self._batches: dict[int, asyncio.Task[list[Group]]] = {}
         store.acknowledge(first_step)
+        self.rounds = Rounds(schedule.step_tokens)
+        self._remember(first_step - 1)
         self._next = first_step
         self._allowed = asyncio.Event()  # replaced whenever a batch is begun
 
@@ -183,14 +188,52 @@ class Scheduler:
         known = self.store.finished(step)
         if known is not None:
             await _ended(before)
-            pool.rates = RecoveryRates(pool.config.target_rate, known[1]["recovery_rates"])
+            self._remember(step)
             return [self.store.group(step, key) for key in known[0]]
-        seed = f"{schedule.seed}/step{step}"
-        tasks = choose_tasks(self._tasks, schedule.tasks, schedule.seed, step)
+        seed, keys, refilled = f"{schedule.seed}/step{step}", list[str](), 0
+
+        async def roll(index: int, seed: str) -> list[Group]:
+            nonlocal refilled
+            rolled, more = await self._round(
+                step, index, seed, f"round{index}/" if schedule.step_tokens else "", before
+            )
+            keys.extend(rolled)
+            refilled += more
+            return list(rolled.values())
+
+        if schedule.step_tokens:
+            await _ended(before)  # the budget is that of the run so far
+            groups = await self.rounds.roll(step, seed, roll)
+        else:
+            groups = await roll(step, seed)
+        await pool.end_step(step + 1)
+        metrics = {
+            "recovery/waiting_states": len(pool),
+            "recovery/dropped_states": pool.dropped,
+            "rollout/refilled_groups": refilled,
+        }
+        facts = {"metrics": metrics, "recovery_rates": pool.rates.to_dict(), "rounds": self.rounds.to_dict()}
+        self.store.finish(step, keys, facts)
+        return groups
+
+    def _remember(self, step: int) -> None:
+        """Goes on from what the batch of `step` left, if the store knows it."""
+        known = self.store.finished(step)
+        if known is not None:
+            self.pool.rates = RecoveryRates(self.pool.config.target_rate, known[1]["recovery_rates"])
+            self.rounds = Rounds(self.schedule.step_tokens, known[1]["rounds"])
+
+    async def _round(
+        self, step: int, index: int, seed: str, prefix: str, before: asyncio.Task[Any] | None
+    ) -> tuple[dict[str, Group], int]:
+        """Root groups on the tasks of round `index` and recoveries from their failures, by key, and how many of them
+        make up for groups without spread."""
+        schedule, pool = self.schedule, self.pool
+        tasks = choose_tasks(self._tasks, schedule.tasks, schedule.seed, index)
         spare = [task for task in _shuffled(self._tasks, f"{seed}/spares") if task not in tasks][: schedule.refills]
         tasks = [*tasks, *spare]
         roots = await until_good(
-            lambda index: self._root(step, tasks[index], f"{seed}/root{index}", index),
+            lambda index: self._root(step, tasks[index], f"{seed}/root{index}", f"{prefix}root{index}"),
             _has_spread,
             wanted=schedule.tasks,
             spares=len(spare),
@@ -202,7 +245,7 @@ class Scheduler:
         wanted = len(chosen) if pool.config.choose == "all" else min(schedule.states, len(chosen))
         try:
             recoveries = await until_good(
-                lambda index: self._recovery(step, *chosen[index], f"{seed}/fork{index}", index),
+                lambda index: self._recovery(step, *chosen[index], f"{seed}/fork{index}", f"{prefix}fork{index}"),
                 _has_spread,
                 wanted=wanted,
                 spares=len(chosen) - wanted,
@@ -217,31 +260,25 @@ class Scheduler:
         for (task, _), (_, found) in zip(chosen, recoveries, strict=False):
             pool.add(task, found)
         pool.rates.update((group.task_id, group.rewards) for group, _ in recoveries)
-        await pool.end_step(step + 1)
-        metrics = {
-            "recovery/waiting_states": len(pool),
-            "recovery/dropped_states": pool.dropped,
-            "rollout/refilled_groups": len(roots) - schedule.tasks + len(recoveries) - wanted,
-        }
-        keys = [f"root{index}" for index in range(len(roots))] + [f"fork{index}" for index in range(used)]
-        self.store.finish(step, keys, {"metrics": metrics, "recovery_rates": pool.rates.to_dict()})
-        return [group for group, _ in [*roots, *recoveries]]
+        groups = {f"{prefix}root{index}": group for index, (group, _) in enumerate(roots)}
+        groups |= {f"{prefix}fork{index}": group for index, (group, _) in enumerate(recoveries)}
+        return groups, len(roots) - schedule.tasks + used - wanted
 
-    async def _root(self, step: int, task: Task, seed: str, index: int) -> Rolled:
+    async def _root(self, step: int, task: Task, seed: str, key: str) -> Rolled:
         schedule, gate = self.schedule, self.gate.at(step)
         return await self._remembered(
             step,
-            f"root{index}",
+            key,
             None,
             lambda: self._roller.root_group(task, schedule.attempts, seed, gate, schedule.states > 0),
             lambda fault: Group("root", task.id, _not_run(seed, task, schedule.attempts, fault)),
         )
 
-    async def _recovery(self, step: int, task: Task, state: FailureState, seed: str, index: int) -> Rolled:
+    async def _recovery(self, step: int, task: Task, state: FailureState, seed: str, key: str) -> Rolled:
         forks, gate, keep = self.schedule.forks, self.gate.at(step), self.pool.keeps(state.depth + 1)
         return await self._remembered(
             step,
-            f"fork{index}",
+            key,
             state.id,
             lambda: self._roller.recovery_group(task, state, forks, seed, gate, keep),
             lambda fault: Group("recovery", task.id, _not_run(seed, task, forks, fault, state), state),
@@ -275,7 +312,7 @@ class Scheduler:
 
 
 def choose_tasks(tasks: Sequence[Task], count: int, seed: int, step: int) -> list[Task]:
-    """The tasks of a step: a seeded shuffle of all tasks, walked through again and again."""
+    """The tasks of a step (or round): a seeded shuffle of all tasks, walked through again and again."""
     places = (divmod(place, len(tasks)) for place in range(step * count, (step + 1) * count))
     chosen: list[Task] = []
     for epoch, group in itertools.groupby(places, key=lambda place: place[0]):

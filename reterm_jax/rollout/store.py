@@ -104,7 +104,8 @@ class GroupStore:
         return self._decoded(step, key, data)
 
     def acknowledge(self, step: int) -> None:
-        """Forgets the batches before `step`: a checkpoint holds what they taught.
+        """Forgets the groups of the batches before `step`: a checkpoint holds what they taught. The facts of the last
+        one stay, as what follows may depend on them.
 
         Raises StoreError where batches from `step` on were acknowledged already, and cannot be given again.
         """
@@ -119,7 +120,7 @@ class GroupStore:
             try:
                 self._connection.execute("BEGIN")
                 self._connection.execute("DELETE FROM groups WHERE step < ?", (step,))
-                self._connection.execute("DELETE FROM batches WHERE step < ?", (step,))
+                self._connection.execute("DELETE FROM batches WHERE step < ?", (step - 1,))
                 self._connection.execute("REPLACE INTO notes VALUES (?, ?)", (_ACKNOWLEDGED, str(step)))
                 self._connection.execute("COMMIT")
             except sqlite3.Error as error:

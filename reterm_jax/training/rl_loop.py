@@ -37,8 +37,9 @@ class RLConfig:
     Attributes:
         steps: rollouts, each followed by `epochs` passes over its attempts, cut into `updates` optimizer updates each;
             with 0 the run ends after SFT.
-        tasks, attempts: root groups a step, and attempts in each (G).
-        states, forks: failure states chosen a step, and recoveries from each (K); states = 0 is plain GRPO.
+        tasks, attempts: root groups a step (a round, with `step_tokens`), and attempts in each (G).
+        states, forks: failure states chosen a step or round, and recoveries from each (K); 0 states is plain GRPO.
+        step_tokens: tokens sampled in a step, on average, in as many rounds as it takes; 0: one round. See `Rounds`.
         fork_at: which state of a failed attempt its recoveries start from, see `agent.fork_points`.
         pool: which failure states are chosen, and which wait for a later step.
         recovery_weight: factor on the loss of recovery tokens.
@@ -55,6 +56,7 @@ class RLConfig:
     attempts: int
     states: int
     forks: int
+    step_tokens: int
     fork_at: ForkAt
     recovery_weight: float
     baseline: str
@@ -75,7 +77,15 @@ class RLConfig:
         for field in ("tasks", "attempts", "epochs", "updates", "row_length", "save_every", "validation_attempts"):
             if getattr(self, field) < 1:
                 raise ValueError(f"{field} must be at least 1, got {getattr(self, field)}")
-        for field in ("steps", "states", "forks", "recovery_weight", "validate_every", "validation_tasks"):
+        for field in (
+            "steps",
+            "states",
+            "forks",
+            "step_tokens",
+            "recovery_weight",
+            "validate_every",
+            "validation_tasks",
+        ):
             if getattr(self, field) < 0:
                 raise ValueError(f"{field} must not be negative, got {getattr(self, field)}")
         if bool(self.validate_every) != bool(self.validation_tasks):

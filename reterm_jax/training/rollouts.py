@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol, Self
 
 from reterm_jax.rollout.groups import Group, Roller
-from reterm_jax.rollout.pool import FailurePool, PoolConfig, RecoveryRates
+from reterm_jax.rollout.pool import FailurePool, PoolConfig
 from reterm_jax.rollout.samplers.jax import JaxSampler
 from reterm_jax.rollout.scheduler import Batch, Schedule, Scheduler
 from reterm_jax.rollout.store import GroupStore
@@ -76,8 +76,7 @@ class LocalRollouts:
         self._scheduler.acknowledge(step)
 
     def record(self) -> dict[str, Any]:
-        pool = self._scheduler.pool
-        return {"recovery_rates": pool.rates.to_dict(), "waiting_states": len(pool)}
+        return {"waiting_states": len(self._scheduler.pool)}
 
 
 def local_rollouts(
@@ -105,7 +104,7 @@ def local_rollouts(
             f"rl: {saved['waiting_states']} failure states waited when the run was cut off; their snapshots went with "
             "it, so the pool begins empty"
         )
-    states = FailurePool(pool, roller.host.release, RecoveryRates(pool.target_rate, saved.get("recovery_rates")))
+    states = FailurePool(pool, roller.host.release)
     store = GroupStore(path, identity or {})
     scheduler = Scheduler(schedule, tasks, roller, states, store, first_step=first_step)
     return LocalRollouts(scheduler, roller, sampler)

@@ -175,7 +175,8 @@ def _schedule(config: ConfigDict, loop: RLConfig) -> Schedule:
                 f"max_staleness is {rollout.max_staleness}, but a sampler in the trainer's process samples between "
                 "updates only; set it to 0, or rollout.service to the URL of a service"
             )
-        shared = {name: getattr(loop, name) for name in ("seed", "steps", "tasks", "attempts", "states", "forks")}
+        names = ("seed", "steps", "tasks", "attempts", "states", "forks", "step_tokens")
+        shared = {name: getattr(loop, name) for name in names}
         return Schedule(**shared, max_staleness=rollout.max_staleness, refills=rollout.refills)
 
 

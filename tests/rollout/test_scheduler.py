@@ -184,6 +184,33 @@ def test_a_killed_scheduler_rolls_only_what_was_not_finished(tmp_path):
     assert begun == [] and [g.attempts for g in batch.groups] == [g.attempts for g in expected.groups]
 
 
+def test_what_a_batch_needs_of_those_before_outlives_their_acknowledgement(tmp_path):
+    """Recovery rates, and where a run in rounds is: of 40 tokens each, one or two to reach 60 a step."""
+
+    async def run(path, first, last):
+        roller = MadeUpRoller()
+        async with scheduler(path, roller, first_step=first, step_tokens=60) as made:
+            for step in range(first, last):
+                made.serve(step)
+                batch = await made.batch(step)
+                made.acknowledge(step + 1)
+        made.store.close()
+        assert roller.snapshots == set()
+        return batch, made
+
+    asyncio.run(run(tmp_path / "broken", 0, 2))
+    found, again = asyncio.run(run(tmp_path / "broken", 2, 4))
+    expected, whole = asyncio.run(run(tmp_path / "whole", 0, 4))
+    assert again.rounds.to_dict() == whole.rounds.to_dict() == {"rounds": 6, "tokens": 240}
+    assert again.pool.rates.to_dict() == whole.pool.rates.to_dict() != {}
+    assert found == expected
+    assert names(found) == [
+        f"step3/{round_}{kind}{i}" for round_ in ("", "round1/") for kind in ("root", "fork") for i in (0, 1)
+    ]
+    roots = [group.task_id for group in found.groups if group.kind == "root"]
+    assert roots == [t.id for index in (4, 5) for t in choose_tasks(TASKS, 2, 0, index)]
+
+
 def test_a_lost_state_that_cannot_be_made_again_is_not_recovered_from(tmp_path):
     async def go(listing):
         roller = MadeUpRoller()

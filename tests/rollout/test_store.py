@@ -36,7 +36,7 @@ def test_what_a_checkpoint_consumed_is_gone_and_no_older_trainer_may_come(tmp_pa
             store.put(step, "root0", group(str(step)), [])
             store.finish(step, ["root0"], {})
         store.acknowledge(2)
-        assert store.counts() == {2: 1} and store.finished(1) is None and store.finished(2) is not None
+    XX
     with GroupStore(tmp_path / "groups", {}) as store:
         assert store.acknowledged == 2
         store.acknowledge(2)
