@@ -1,8 +1,9 @@
 """Checkpoints of a training phase: Orbax directories, one per step, written atomically.
 
-A step's directory holds the items `params` and `opt_state` (so that evaluation and export read the first alone) and
-`metadata` (JSON: what the loop needs beside arrays). It gets its final name only when everything is on disk. A process
-killed while saving leaves the previous step as the latest one; the leftover is removed when the directory is opened.
+A step's directory holds the items `params` and `opt_state` (so that evaluation and export read the first alone),
+`average` where a moving average of the parameters is kept, and `metadata` (JSON: what the loop needs beside arrays). It
+gets its final name only when everything is on disk. A process killed while saving leaves the previous step as the
+latest one; the leftover is removed when the directory is opened.
 """
 
 import contextlib
@@ -52,6 +53,7 @@ class Checkpointer:
             item_handlers={
                 "params": ocp.StandardCheckpointHandler(),
                 "opt_state": ocp.StandardCheckpointHandler(),
+                "average": ocp.StandardCheckpointHandler(),
                 "metadata": ocp.JsonCheckpointHandler(),
             },
         )
@@ -68,10 +70,12 @@ class Checkpointer:
             CheckpointError: if the disk is full. Earlier steps are left as they are.
         """
         record = {_FINGERPRINT: self._fingerprint, "step": int(state.step), **(metadata or {})}
+        arrays = {"params": state.params, "opt_state": _counted(state)}
+        if state.average is not None:
+            arrays["average"] = state.average
         items = ocp.args.Composite(
-            params=ocp.args.StandardSave(state.params),
-            opt_state=ocp.args.StandardSave(_counted(state)),
             metadata=ocp.args.JsonSave(record),
+            **{name: ocp.args.StandardSave(tree) for name, tree in arrays.items()},
         )
         try:
             with _no_space_reported_once():
@@ -105,25 +109,29 @@ class Checkpointer:
         self._check_tree(step, "params", abstract.params, "model")
         abstract_opt = _counted(abstract)
         self._check_tree(step, "opt_state", abstract_opt, "optimizer")
+        trees = {"params": abstract.params, "opt_state": abstract_opt}
+        if abstract.average is not None:
+            self._check_tree(step, "average", abstract.average, "average of the parameters")
+            trees["average"] = abstract.average
         restored = self._manager.restore(
-            step,
-            args=ocp.args.Composite(
-                params=ocp.args.StandardRestore(abstract.params), opt_state=ocp.args.StandardRestore(abstract_opt)
-            ),
+            step, args=ocp.args.Composite(**{name: ocp.args.StandardRestore(tree) for name, tree in trees.items()})
         )
         counted = dict(restored["opt_state"])
         counter = counted.pop(_STEP)
         leaves = [leaf for _, leaf in sorted(counted.items())]
         opt_state = jax.tree.unflatten(jax.tree.structure(abstract.opt_state), leaves)
-        return TrainState(params=restored["params"], opt_state=opt_state, step=counter), metadata
+        state = TrainState(restored["params"], opt_state, counter, restored.get("average"))
+        return state, metadata
 
     def restore_params(self, abstract_params: Any, step: int | None = None) -> Any:
-        """The parameters alone, for evaluation and export. `abstract_params` may carry shardings."""
+        """`TrainState.result` alone, for evaluation and export: the average of the parameters where one was kept, else
+        the parameters. `abstract_params` may carry shardings."""
         step = self._existing(step)
         self.metadata(step)
-        self._check_tree(step, "params", abstract_params, "model")
-        args = ocp.args.Composite(params=ocp.args.StandardRestore(abstract_params))
-        return self._manager.restore(step, args=args)["params"]
+        item = "params" if self._saved(step, "average") is None else "average"
+        self._check_tree(step, item, abstract_params, "model")
+        args = ocp.args.Composite(**{item: ocp.args.StandardRestore(abstract_params)})
+        return self._manager.restore(step, args=args)[item]
 
     def discard_after(self, step: int) -> None:
         """Removes the steps beyond `step`, from which a run that resumes there comes again."""
@@ -159,9 +167,14 @@ class Checkpointer:
             raise CheckpointError(f"{self.directory} has no checkpoint of step {step}; it has {steps}")
         return steps[-1] if step is None else step
 
+    def _saved(self, step: int, item: str) -> dict[str, Any] | None:
+        """The tree that was saved as `item`, without its values; None where there is none."""
+        found = self._manager.item_metadata(step).get(item)
+        return None if found is None else dict(found)
+
     def _check_tree(self, step: int, item: str, expected: Any, what: str) -> None:
         """Compares names and shapes before reading anything, so that the message can name the first difference."""
-        saved = _shapes(dict(self._manager.item_metadata(step)[item]))
+        saved = _shapes(self._saved(step, item) or {})
         wanted = _shapes(expected)
         place = f"{self.directory / str(step)} is a checkpoint of another {what}"
         for name in [*wanted, *(name for name in saved if name not in wanted)]:

@@ -36,6 +36,7 @@ def group_examples(
     baseline: str = "mean",
     standardise: bool = False,
     failed_credit: float = 0.0,
+    zero_advantage: bool = False,
 ) -> Selection:
     """Examples of all attempts that have an advantage other than zero.
 
@@ -46,6 +47,8 @@ def group_examples(
         mean reward V are trained as if it had earned r + c·(V − r), in its group's baseline too: to fail where one can
         recover is worth more than to fail for good. What it did after that state keeps its own r. Only where both are
         in the same step.
+      zero_advantage: also those of graded attempts without one, which have a gradient where the loss has a KL or an
+        entropy bonus. (An attempt that was not graded may be broken off anywhere, and is never trained on.)
     """
     attempts = [attempt for group in groups for attempt in group.attempts]
     rewards = [reward for group in groups for reward in group.rewards]
@@ -70,13 +73,15 @@ def group_examples(
     before = group_advantages(values + failed_credit * (credited - values), group_ids, graded, **options)
 
     trained = []
-    for attempt, example, advantage, earlier in zip(attempts, examples, advantages, before, strict=True):
+    for attempt, example, advantage, earlier, is_graded in zip(
+        attempts, examples, advantages, before, graded, strict=True
+    ):
         value = float(advantage)
         if forked:
             # Up to the state that was forked; all of an attempt that was not, whose baseline may have moved.
             until, _ = forked.get(attempt.id, (len(example.ids), 0.0))
             value = np.where(np.arange(len(example.ids)) < until, earlier, advantage).astype(np.float32)
-        if np.any(value) and example.weight != 0:
+        if (np.any(value) or (zero_advantage and is_graded)) and example.weight != 0:
             trained.append(dataclasses.replace(example, advantage=value))
     spread = set(group_ids[(advantages != 0) | (before != 0)].tolist())
     return Selection(trained, len(groups) - len(spread), int((~graded).sum()))

@@ -17,17 +17,30 @@ class TrainState:
         params: master parameters, float32.
         opt_state: the optimizer's state, sharded like the parameters it belongs to.
         step: int32 [], updates attempted so far; data order and schedules of the loops follow from it.
+        average: exponential moving average of `params`, float32; None where none is kept.
     """
 
     params: Any
     opt_state: Any
     step: jax.Array
+    average: Any = None
+
+    @property
+    def result(self) -> Any:
+        """The parameters that are evaluated, exported and published: the average where there is one."""
+        return self.params if self.average is None else self.average
 
 
 def state_shardings(
-    abstract_params: Any, optimizer: optax.GradientTransformation, mesh: Mesh, param_shardings: Any
+    abstract_params: Any,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    param_shardings: Any,
+    *,
+    average: bool = False,
 ) -> TrainState:
-    """A NamedSharding for every leaf of the state: moments lie where their parameter lies, the rest is replicated."""
+    """A NamedSharding for every leaf of the state: moments (and an average of the parameters, with `average`) lie where
+    their parameter lies, the rest is replicated."""
     replicated = NamedSharding(mesh, PartitionSpec())
     of_param = {_keys(path): s for path, s in jax.tree_util.tree_leaves_with_path(param_shardings)}
     depth = max(map(len, of_param))
@@ -39,20 +52,36 @@ def state_shardings(
         return found if found is not None and leaf.ndim >= len(found.spec) else replicated
 
     opt_shardings = jax.tree_util.tree_map_with_path(sharding, jax.eval_shape(optimizer.init, abstract_params))
-    return TrainState(params=param_shardings, opt_state=opt_shardings, step=replicated)
+    return TrainState(
+        params=param_shardings,
+        opt_state=opt_shardings,
+        step=replicated,
+        average=param_shardings if average else None,
+    )
 
 
 def abstract_state(
-    abstract_params: Any, optimizer: optax.GradientTransformation, mesh: Mesh, param_shardings: Any
+    abstract_params: Any,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    param_shardings: Any,
+    *,
+    average: bool = False,
 ) -> TrainState:
     """Shapes, dtypes and shardings of the state: what a checkpoint is restored into. Allocates nothing."""
     shapes = TrainState(
         params=abstract_params,
         opt_state=jax.eval_shape(optimizer.init, abstract_params),
         step=jax.ShapeDtypeStruct((), jnp.int32),
+        average=abstract_params if average else None,
     )
-    shardings = state_shardings(abstract_params, optimizer, mesh, param_shardings)
-    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
+    shardings = state_shardings(abstract_params, optimizer, mesh, param_shardings, average=average)
+    return abstract_arrays(shapes, shardings)
+
+
+def abstract_arrays(abstract: Any, shardings: Any) -> Any:
+    """`abstract` with these shardings: what arrays alone are restored into."""
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract, shardings)
 
 
 def init_state(
@@ -71,17 +100,24 @@ def init_state(
 
 
 def state_from_params(
-    params: Any, optimizer: optax.GradientTransformation, mesh: Mesh, param_shardings: Any
+    params: Any,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    param_shardings: Any,
+    *,
+    average: bool = False,
 ) -> TrainState:
     """A new state at step 0 around given parameters, such as those of an earlier phase or of a model directory.
 
-    The parameters are copied: a step donates its state, and must not take the caller's arrays with it.
+    The parameters are copied: a step donates its state, and must not take the caller's arrays with it. An average
+    begins as they are.
     """
     shapes = jax.eval_shape(lambda tree: jax.tree.map(lambda x: x.astype(jnp.float32), tree), params)
     shardings = state_shardings(shapes, optimizer, mesh, param_shardings)
     params = jax.tree.map(lambda x: x if x.dtype == jnp.float32 else x.astype(jnp.float32), params)
     params = jax.device_put(params, shardings.params, may_alias=False)
-    return _with_new_optimizer(params, optimizer, mesh, shardings)
+    state = _with_new_optimizer(params, optimizer, mesh, shardings)
+    return state.replace(average=jax.device_put(params, shardings.params, may_alias=False)) if average else state
 
 
 def _keys(path: jax.tree_util.KeyPath) -> tuple[str, ...]:

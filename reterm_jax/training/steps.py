@@ -80,6 +80,8 @@ class StepConfig:
         kl_weight, kl_estimate: β and estimate of β·KL(π‖reference) in the RL loss, see `losses.regularisers`; unless β
             is 0 the batch must have `ref_logprobs`.
         entropy_weight: α of −α·entropy in the RL loss.
+        ema_decay: d of the moving average of the parameters, average ← d·average + (1 − d)·params after each update
+            that was not skipped (Polyak and Juditsky, 1992, in its exponential form); 0: no average is kept.
     """
 
     micro_rows: int = 1
@@ -92,6 +94,7 @@ class StepConfig:
     kl_weight: float = 0.0
     kl_estimate: str = "k3"
     entropy_weight: float = 0.0
+    ema_decay: float = 0.0
 
     def __post_init__(self) -> None:
         if self.kl_estimate not in KL_ESTIMATES:
@@ -99,6 +102,8 @@ class StepConfig:
         for name in ("kl_weight", "entropy_weight"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+        if not 0 <= self.ema_decay < 1:
+            raise ValueError(f"ema_decay must be at least 0 and below 1, got {self.ema_decay}")
         if self.aggregation not in MODES:
             raise ValueError(f"aggregation {self.aggregation!r} is unknown; one of {', '.join(MODES)}")
 
@@ -241,10 +246,16 @@ def _make_step(
             chosen = jnp.where(mask_MRT, difference, jnp.nan).reshape(-1)
             p50, p99 = jnp.nan_to_num(jnp.nanquantile(chosen, jnp.array([0.5, 0.99])))
             metrics |= {"logprob_diff_p50": p50, "logprob_diff_p99": p99}
-        state = TrainState(params=params, opt_state=opt_state, step=state.step + 1)
+        average = state.average
+        if config.ema_decay:
+            rate = jnp.where(applied, 1 - config.ema_decay, 0.0)
+            average = jax.tree.map(lambda a, p: a + rate * (p - a), average, params)
+        state = TrainState(params=params, opt_state=opt_state, step=state.step + 1, average=average)
         return state, {f"train/{k}": x for k, x in metrics.items()}
 
-    shardings = state_shardings(abstract_params(policy), optimizer, mesh, param_shardings)
+    shardings = state_shardings(
+        abstract_params(policy), optimizer, mesh, param_shardings, average=bool(config.ema_decay)
+    )
     replicated = NamedSharding(mesh, PartitionSpec())
     jitted = jax.jit(
         update,

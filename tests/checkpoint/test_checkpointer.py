@@ -42,6 +42,22 @@ def test_round_trip_of_state_and_metadata(tmp_path):
     assert metadata == {"fingerprint": "abc", "step": 7, "consumed": ["g1", "g2"], "tokens": 5}
 
 
+def test_an_average_is_restored_and_is_what_evaluation_and_export_get(tmp_path):
+    plain = make_state(step=1)
+    averaged = plain.replace(average=jax.tree.map(lambda x: x / 2, plain.params))
+    with Checkpointer(tmp_path) as saved:
+        saved.save(1, averaged)
+        restored, _ = saved.restore(abstract(averaged))
+        result = saved.restore_params(abstract(plain).params)
+        without, _ = saved.restore(abstract(plain))
+        saved.save(2, plain)
+        with pytest.raises(CheckpointError, match="another average of the parameters: average embed is missing there"):
+            saved.restore(abstract(averaged))
+    jax.tree.map(np.testing.assert_array_equal, restored, averaged)
+    jax.tree.map(np.testing.assert_array_equal, result, averaged.average)
+    assert without.average is None
+
+
 def test_only_the_latest_are_kept(tmp_path):
     with Checkpointer(tmp_path, keep=2) as saved:
         for step in (1, 2, 3):

@@ -44,6 +44,17 @@ def test_groups_without_spread_give_nothing():
     assert selection.examples == [] and selection.no_spread == 2
 
 
+def test_for_a_kl_graded_attempts_without_advantage_are_kept():
+    groups = [
+        Group("root", "task", (attempt("a", 1.0), attempt("b", 1.0), attempt("c", None))),
+        Group("recovery", "task", (attempt("d", 0.0, prefix=5), attempt("e", 1.0, prefix=5))),
+    ]
+    kept = group_examples(groups, recovery_weight=1.0, zero_advantage=True)
+    assert {e.name: e.advantage for e in kept.examples} == {"a": 0.0, "b": 0.0, "d": -0.5, "e": 0.5}
+    assert (kept.no_spread, kept.ungraded) == (1, 1)
+    assert {e.name for e in group_examples(groups, recovery_weight=0.0, zero_advantage=True).examples} == {"a", "b"}
+
+
 def test_a_failed_attempt_is_credited_with_what_its_state_was_worth():
     """Rewards 1, 0, 0; the second attempt's state was recovered from in half of the tries that were graded."""
     root = Group("root", "task", (attempt("a", 1.0), attempt("b", 0.0), attempt("c", 0.0)))

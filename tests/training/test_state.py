@@ -5,7 +5,7 @@ import optax
 import pytest
 
 from reterm_jax.training.optimizer import OptimizerConfig, make_optimizer
-from reterm_jax.training.state import init_state, state_from_params
+from reterm_jax.training.state import abstract_state, init_state, state_from_params
 
 KEY = jax.random.key(0)
 
@@ -21,6 +21,17 @@ def test_abstract_state_describes_the_real_one(hybrid, name):
     for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(abstract), strict=True):
         assert (a.shape, a.dtype, a.sharding) == (b.shape, b.dtype, b.sharding)
     assert int(real.step) == 0
+
+
+def test_an_average_is_laid_out_like_the_parameters_and_is_not_them(hybrid):
+    layout = optax.adam(1.0), hybrid.mesh, hybrid.shardings
+    state = state_from_params(hybrid.new_state(optax.sgd(1.0)).params, *layout, average=True)
+    abstract = abstract_state(jax.eval_shape(lambda: state.params), *layout, average=True)
+    assert jax.tree.structure(state) == jax.tree.structure(abstract)
+    for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(abstract), strict=True):
+        assert (a.shape, a.dtype, a.sharding) == (b.shape, b.dtype, b.sharding)
+    jax.tree.map(np.testing.assert_array_equal, state.average, state.params)
+    assert state.average["embed"].unsafe_buffer_pointer() != state.params["embed"].unsafe_buffer_pointer()
 
 
 def test_a_state_from_parameters_owns_float32_copies(hybrid):

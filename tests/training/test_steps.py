@@ -181,6 +181,23 @@ def test_an_update_without_loss_tokens_changes_nothing_not_even_momentum(policy,
     jax.tree.map(np.testing.assert_array_equal, (before.params, before.opt_state), (state.params, state.opt_state))
 
 
+def test_the_average_follows_the_parameters_and_skips_what_they_skip(policy, sft, examples):
+    config = StepConfig(micro_rows=2, ema_decay=0.9)
+    step = make_sft_step(policy.config, config, sft.optimizer, policy.mesh, policy.shardings)
+    begin = policy.new_state(sft.optimizer)
+    state = begin.replace(average=jax.tree.map(jnp.copy, begin.params))
+    expected = jax.tree.map(np.array, state.params)
+    for _ in range(3):
+        state, _ = step(state, pack(examples, length=16)[0])
+        expected = jax.tree.map(lambda a, p: 0.9 * a + 0.1 * np.asarray(p), expected, state.params)
+    assert_same(state.average, expected, rtol=1e-5, atol=1e-7)
+    assert state.result is state.average and begin.result is begin.params
+    before = jax.tree.map(np.array, state.average)
+    state, metrics = step(state, Batch.empty(2, 16))
+    assert metrics["train/skipped"] == 1
+    jax.tree.map(np.testing.assert_array_equal, before, state.average)
+
+
 def test_sft_learns_a_sequence_by_heart(policy, sft):
     state = policy.new_state(sft.optimizer)
     ids = np.random.default_rng(1).integers(0, 32, 17)
