@@ -1,4 +1,7 @@
-"""Recovery demonstrations in the schema of ReTerm-10K: JSON lines, one failed attempt and its recovery each."""
+"""Recovery demonstrations in the schema of ReTerm-10K, one failed attempt and its recovery each.
+
+Written as JSON lines; read from those or from parquet, the form in which data sets are published.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,12 +90,15 @@ def write_rows(path: str | os.PathLike[str], rows: Iterable[Row]) -> int:
 
 
 def read_rows(path: str | os.PathLike[str]) -> list[Row]:
-    """Reads a JSONL file; blank lines are skipped, unknown columns ignored.
+    """Reads a .jsonl or .parquet file; blank lines are skipped, unknown columns ignored.
 
     Raises:
-      DatasetError: at the first line that is not a row.
+      DatasetError: at the first line (of parquet: row, from 0) that is not a row; the file is no parquet file, or the
+        reader of such files is missing.
       OSError: the file cannot be read.
     """
+    if Path(path).suffix == ".parquet":
+        return list(_parquet_rows(Path(path)))
     rows = []
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
@@ -136,6 +142,34 @@ def row_transcript(
     return transcript
 
 
+def _parquet_rows(path: Path) -> Iterator[Row]:
+    with path.open("rb") as file:
+        if file.read(4) != b"PAR1":
+            raise DatasetError(str(path), "file", "is not parquet (it does not begin with PAR1)")
+    try:
+        import pyarrow.parquet
+    except ModuleNotFoundError:
+        raise DatasetError(
+            str(path), "file", "is parquet, which needs pyarrow: pip install 'reterm_jax[parquet]', or give JSON lines"
+        ) from None
+    try:
+        number = 0
+        with pyarrow.parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=64):
+                for data in batch.to_pylist():
+                    # Every struct of a column has the keys of all of them, null where a message had none.
+                    yield _row(_without_nulls(data), f"{path}: row {number}")
+                    number += 1
+    except pyarrow.ArrowException as error:
+        raise DatasetError(str(path), "file", f"cannot be read as parquet ({error})") from None
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
 def _parse(line: bytes, place: str) -> Row:
     try:
         data = json.loads(line)
@@ -143,6 +177,10 @@ def _parse(line: bytes, place: str) -> Row:
         raise DatasetError(place, "line", f"is not JSON ({error})") from None
     if not isinstance(data, dict):
         raise DatasetError(place, "line", "is not a JSON object")
+    return _row(data, place)
+
+
+def _row(data: Mapping[str, Any], place: str) -> Row:
     fields = [field.name for field in dataclasses.fields(Row)]
     missing = [name for name in fields if name not in data]
     if missing:

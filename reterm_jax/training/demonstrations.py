@@ -18,7 +18,7 @@ from reterm_jax.agent.attempt import AgentLimits, Attempt
 from reterm_jax.agent.episode import RETRY_MESSAGE, fixed_texts
 from reterm_jax.agent.scripted import ScriptedPolicy
 from reterm_jax.recovery.collect import Collector, FailureSource, scripted_failures
-from reterm_jax.recovery.dataset import Row, read_rows, row_transcript, write_rows
+from reterm_jax.recovery.dataset import DatasetError, Row, read_rows, row_transcript, write_rows
 from reterm_jax.rollout.groups import Roller
 from reterm_jax.sandbox.base import SandboxHost
 from reterm_jax.tasks import families
@@ -221,6 +221,8 @@ def recovery_examples(rows: Sequence[Row], chat: ChatFormat, *, row_length: int)
     """Loss on the recovery's policy tokens only, from `train_from_message_index` on.
 
     Rows of more than `row_length` tokens are left out, and their number is printed.
+
+    Raises DatasetError where none is left, or a row cannot be rendered.
     """
     examples = []
     for row in rows:
@@ -230,5 +232,9 @@ def recovery_examples(rows: Sequence[Row], chat: ChatFormat, *, row_length: int)
     if len(examples) < len(rows):
         print(
             f"sft data: {len(rows) - len(examples)} of {len(rows)} rows are longer than {row_length} tokens, left out"
+        )
+    if not examples:
+        raise DatasetError(
+            "sft data", "rows", f"none of {len(rows)} has at most config.sft.row_length = {row_length} tokens"
         )
     return examples

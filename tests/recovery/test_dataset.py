@@ -1,4 +1,5 @@
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -83,6 +84,41 @@ def test_lines_that_are_no_objects(tmp_path, line):
     file = tmp_path / "rows.jsonl"
     file.write_bytes(line.encode("latin-1"))
     with pytest.raises(DatasetError, match=r"rows\.jsonl:1: line"):
+        read_rows(file)
+
+
+def test_parquet_gives_the_same_rows(tmp_path, row, chat):
+    """As data sets are published: a struct has the keys of all, null where a message had none."""
+    parquet = pytest.importorskip("pyarrow.parquet")
+    import pyarrow
+
+    call = {"function": {"name": "bash", "arguments": {"command": "ls -a"}}}
+    other = make_row("t", [MESSAGES[1], {"role": "assistant", "content": "look", "tool_calls": [call]}], 1)
+    rows = [row, other] * 50  # more than one batch
+    file = tmp_path / "rows.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist([{**r.to_dict(), "split": "train"} for r in rows]), file)
+    assert pyarrow.parquet.read_table(file).to_pylist()[0]["messages"][0]["tool_calls"] is None
+    assert read_rows(file) == rows
+    assert row_transcript(read_rows(file)[1], chat).ids == row_transcript(other, chat).ids
+
+    bad = {**row.to_dict(), "train_from_message_index": 99}
+    parquet.write_table(pyarrow.Table.from_pylist([row.to_dict(), bad]), file)
+    with pytest.raises(DatasetError, match=r"rows\.parquet: row 1: train_from_message_index"):
+        read_rows(file)
+    file.write_bytes(file.read_bytes()[:-40])
+    with pytest.raises(DatasetError, match=r"rows\.parquet: file: cannot be read as parquet"):
+        read_rows(file)
+
+
+def test_what_is_not_parquet_is_said_before_its_reader_is_missed(tmp_path, row, monkeypatch):
+    file = tmp_path / "rows.parquet"
+    file.write_text(json.dumps(row.to_dict()))
+    with pytest.raises(DatasetError, match=r"rows\.parquet: file: is not parquet"):
+        read_rows(file)
+    file.write_bytes(b"PAR1")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    with pytest.raises(DatasetError, match=r"needs pyarrow: pip install 'reterm_jax\[parquet\]'"):
         read_rows(file)
 
 

@@ -9,12 +9,13 @@ import pytest
 from transformers import AutoTokenizer
 
 from reterm_jax.agent.episode import fixed_texts
+from reterm_jax.recovery.dataset import DatasetError, make_row
 from reterm_jax.tasks import families
 from reterm_jax.tasks.families import names
 from reterm_jax.tokens import tiny_tokenizer
 from reterm_jax.tokens.chat import ChatFormat
 from reterm_jax.tokens.packing import Example
-from reterm_jax.training.demonstrations import renamed
+from reterm_jax.training.demonstrations import recovery_examples, renamed
 
 POOLS = (names.NOUNS, names.PLACES, names.COLORS, names.KEYS, names.TOOLS, names.SCRIPTS)
 
@@ -41,6 +42,19 @@ def test_a_renamed_example_is_the_same_story_with_other_names(chat):
     assert len({version.name for version in versions}) == 20
     again = renamed([example], chat, copies=20, seed=1)
     assert all((a.ids == b.ids).all() for a, b in zip(versions, again, strict=True))
+
+
+def test_rows_that_are_too_long_are_left_out_and_counted(chat, capsys):
+    said = {"role": "user", "content": "cp"}
+    rows = [
+        make_row(f"t{n}", [said, {"role": "assistant", "content": "blue " * n}, said, {**said, "role": "assistant"}], 3)
+        for n in (5, 300)
+    ]
+    (kept,) = recovery_examples(rows, chat, row_length=250)
+    assert kept.name == rows[0].id and not kept.loss_mask[: len(kept.ids) - 8].any() and kept.loss_mask[-1]
+    assert "1 of 2 rows are longer than 250 tokens" in capsys.readouterr().out
+    with pytest.raises(DatasetError, match=r"none of 1 has at most config\.sft\.row_length = 250 tokens"):
+        recovery_examples(rows[1:], chat, row_length=250)
 
 
 def test_names_mean_nothing_else(tmp_path):
