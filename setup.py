@@ -31,6 +31,7 @@ setuptools.setup(
         "orbax-checkpoint>=0.12.8",
         "prometheus-client>=0.26",
         "safetensors>=0.8",
+        "scipy>=1.17",
         "tensorboardX>=2.6.5",
         "tensorstore>=0.1.86",
         "tokenizers>=0.23",

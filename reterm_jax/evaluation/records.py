@@ -98,11 +98,27 @@ class AttemptRecord:
 
 @dataclasses.dataclass(frozen=True)
 class EvalResult:
-    """One policy's evaluation. Each recovery's `parent` is the id of the failure state that it started from."""
+    """One policy's evaluation.
+
+    Attributes:
+        recoveries: from a fixed set of failure states; `parent` is the id of the state.
+        own: recoveries from the states that the failed ones among `attempts` left; `parent` is the attempt's id.
+    """
 
     name: str
     attempts: list[AttemptRecord]
     recoveries: list[AttemptRecord] = dataclasses.field(default_factory=list)
+    own: list[AttemptRecord] = dataclasses.field(default_factory=list)
+
+    @property
+    def with_recovery(self) -> list[AttemptRecord]:
+        """What an attempt and, where it failed, one recovery from the state that it left came to.
+
+        A failed attempt from whose state no recovery could start (its tokens were used up) stays failed. Where several
+        recoveries were made, the first counts.
+        """
+        second = {recovery.parent: recovery for recovery in reversed(self.own)}
+        return [attempt if attempt.solved else second.get(attempt.id, attempt) for attempt in self.attempts]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,6 +150,7 @@ class RunReport:
                 result,
                 attempts=[attempt.without_turns() for attempt in result.attempts],
                 recoveries=[attempt.without_turns() for attempt in result.recoveries],
+                own=[attempt.without_turns() for attempt in result.own],
             )
             for result in self.results
         ]

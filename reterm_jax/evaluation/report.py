@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import jinja2
+from markupsafe import Markup
 
 from reterm_jax.evaluation import charts
 from reterm_jax.evaluation.records import (
@@ -58,7 +59,12 @@ class Gallery:
 
 
 def write_report(
-    report: RunReport, curves: Sequence[CurvePoint], output: Path, *, galleries: Sequence[Gallery] = ()
+    report: RunReport,
+    curves: Sequence[CurvePoint],
+    output: Path,
+    *,
+    galleries: Sequence[Gallery] = (),
+    figure: Markup | None = None,
 ) -> Path:
     """Renders the page and moves it into place whole.
 
@@ -67,6 +73,7 @@ def write_report(
         curves: rows of metrics.jsonl; metrics that are not in `CHARTS` are not drawn.
         output: the HTML file, replaced if it exists.
         galleries: attempts to browse below the results.
+        figure: a drawing to show above the curves.
     """
     page = (
         _environment()
@@ -78,6 +85,8 @@ def write_report(
             results=[_result_row(i, result) for i, result in enumerate(report.results)],
             gains=_gains(report.results),
             recoveries=any(result.recoveries for result in report.results),
+            own=any(result.own for result in report.results),
+            figure=figure,
             large_charts=_charts(curves, large=True),
             small_charts=_charts(curves, large=False),
             families=_families(report.results),
@@ -130,7 +139,7 @@ def _colour(index: int) -> str:
 
 def _result_row(index: int, result: EvalResult) -> dict:
     colour = _colour(index)
-    passed, recovered = pass_at_1(result.attempts), recovery_rate(result.recoveries)
+    passed, recovered, rescued = pass_at_1(result.attempts), recovery_rate(result.recoveries), recovery_rate(result.own)
     return {
         "name": result.name,
         "colour": colour,
@@ -138,7 +147,9 @@ def _result_row(index: int, result: EvalResult) -> dict:
         "passed_chart": charts.interval_chart(passed, colour=colour),
         "recovered": recovered,
         "recovered_chart": charts.interval_chart(recovered, colour=colour),
-        "excluded": passed.excluded + recovered.excluded,
+        "again": pass_at_1(result.with_recovery),
+        "rescued": rescued,
+        "excluded": passed.excluded + recovered.excluded + rescued.excluded,
     }
 
 
@@ -148,6 +159,7 @@ def _gains(results: Sequence[EvalResult]) -> list[dict]:
         {
             "name": f"{after.name} − {before.name}",
             "passed": paired_difference(before.attempts, after.attempts),
+            "again": paired_difference(before.with_recovery, after.with_recovery),
             "recovered": paired_difference(before.recoveries, after.recoveries, by="parent"),
         }
         for before, after in zip(results, results[1:], strict=False)

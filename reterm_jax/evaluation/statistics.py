@@ -8,7 +8,6 @@ Sources
   Unbiased pass@k: Chen et al., "Evaluating large language models trained on code", 2021, equation 1.
   Percentile interval and its expansion for few units (t quantile and n/(n-1) variance): T. Hesterberg, "What teachers
     should know about the bootstrap", 2015, section 3.3.
-  Quantile of t from that of the normal: Abramowitz and Stegun 26.7.5.
 """
 
 import dataclasses
@@ -18,6 +17,7 @@ from statistics import NormalDist
 from typing import Protocol
 
 import numpy as np
+from scipy.special import stdtrit
 
 _NORMAL = NormalDist()
 _Z = _NORMAL.inv_cdf(0.975)
@@ -39,8 +39,9 @@ class Graded(Protocol):
 class Estimate:
     """A value with its 95 % interval.
 
-    `units` counts tasks (or failure states), `n` graded attempts, `excluded` attempts left out: not graded, or of a
-    unit that could not be used. `method` is `wilson`, `bootstrap`, or `none` where nothing was graded (value is NaN).
+    `units` counts tasks, failure states or runs, `n` graded attempts, `excluded` attempts left out: not graded, or of
+    a unit that could not be used. `method` is `wilson`, `bootstrap`, `runs`, or `none` where nothing was graded (value
+    is NaN).
     """
 
     value: float
@@ -157,6 +158,25 @@ def paired_difference(
     return Estimate(value, low, high, len(shared), n, excluded, "bootstrap")
 
 
+def over_runs(runs: Sequence[Estimate], *, rate: bool = False) -> Estimate:
+    """The mean of several training runs' values, with Student's interval over the runs.
+
+    It says what other runs of the same training would give, which an interval over one run's tasks does not. Runs
+    without a value are left out; the interval of a single run is the whole range that there is.
+
+    Args:
+        rate: whether the values are rates, which lie between 0 and 1, or differences of rates.
+    """
+    known = [run for run in runs if run.units]
+    if not known:
+        return _nothing(sum(run.excluded for run in runs))
+    values_R = np.array([run.value for run in known])
+    value, count = float(values_R.mean()), len(values_R)
+    half = _t_quantile(count - 1) * float(values_R.std(ddof=1)) / math.sqrt(count) if count > 1 else math.inf
+    low, high = max(0.0 if rate else -1.0, value - half), min(1.0, value + half)
+    return Estimate(value, low, high, count, sum(r.n for r in known), sum(r.excluded for r in runs), "runs")
+
+
 def _group(attempts: Iterable[Graded], unit) -> tuple[dict[str, list[bool]], int]:
     """Verdicts by unit, in order of first appearance, and how many attempts were not graded."""
     groups: dict[str, list[bool]] = {}
@@ -209,10 +229,4 @@ def _bootstrap(values_U: np.ndarray, clusters: Sequence[str], seed: int, resampl
 
 def _t_quantile(df: int) -> float:
     """The 0.975 quantile of Student's t."""
-    z = _Z
-    return (
-        z
-        + (z**3 + z) / (4 * df)
-        + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * df**2)
-        + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * df**3)
-    )
+    return float(stdtrit(df, 0.975))

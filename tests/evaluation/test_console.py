@@ -2,7 +2,7 @@ import io
 
 from evaluation_demo import attempt, report
 
-from reterm_jax.evaluation.console import progress_printer, results_table
+from reterm_jax.evaluation.console import pass_at_k_table, progress_printer, results_table
 from reterm_jax.evaluation.evaluate import Progress
 from reterm_jax.evaluation.records import EvalResult
 
@@ -30,3 +30,23 @@ def test_progress_prints_sparsely_and_always_the_end():
     lines = stream.getvalue().splitlines()
     assert len(lines) == 2
     assert lines[1].startswith("eval SFT: 10/10 attempts, 0.56 solved, 1 not graded")
+
+
+def test_pass_at_k_up_to_the_attempts_of_a_task():
+    # Task a is solved once in three attempts, b never: Pass@2 of a is 1 − C(2,2)/C(3,2) = 2/3.
+    result = EvalResult("p", [attempt("a", r) for r in (1.0, 0.0, 0.0)] + [attempt("b", 0.0)] * 3)
+    header, _, row = pass_at_k_table([result]).splitlines()
+    assert header.split() == ["policy", "Pass@1", "[95", "%]", "Pass@2", "[95", "%]"]
+    assert row.split()[1] == "0.17" and row.split()[4] == "0.33"
+
+
+def test_a_recovery_of_ones_own_failure_counts_where_there_is_one():
+    attempts = [attempt(f"t{i}", float(i == 0), id=f"p/t{i}") for i in range(4)]
+    own = [attempt("t1", 1.0, parent="p/t1"), attempt("t2", 0.0, parent="p/t2")]  # of the last no state was left
+    result = EvalResult("p", attempts, [], own)
+    assert [a.solved for a in result.with_recovery] == [True, True, False, False]
+    table = results_table([result, EvalResult("q", attempts)])
+    assert "0.25 [" in table and "0.50 [" in table and "own failures [95 %]" in table
+    assert "own failures" not in results_table([EvalResult("q", attempts)])
+    two = EvalResult("p", attempts, [], [*own, attempt("t2", 1.0, parent="p/t2")])
+    assert two.with_recovery == result.with_recovery  # the first counts
