@@ -34,7 +34,7 @@ class Sampler(contextlib.AbstractAsyncContextManager):
     """Serves what it is told to, unless a test says otherwise."""
 
     def __init__(self, roller):
-        self.roller, self.problems, self.fault = roller, {}, None
+        self.roller, self.problems, self.fault, self.serving = roller, {}, None, False
 
     async def __aexit__(self, *_):
         pass
@@ -48,9 +48,9 @@ class Sampler(contextlib.AbstractAsyncContextManager):
 class Running:
     """A service in a thread of its own; `kill` takes away everything but its store."""
 
-    def __init__(self, path, token="", roller=None, schedule=SCHEDULE, port=0):
+    def __init__(self, path, token="", roller=None, schedule=SCHEDULE, port=0, patience=0.0):
         self.roller, self.path, self.token = roller or MadeUpRoller(), path, token
-        self.schedule, self.port = schedule, port
+        self.schedule, self.port, self.patience = schedule, port, patience
         self._ready = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
         self._thread.start()
@@ -65,6 +65,7 @@ class Running:
                 new_chat=lambda directory: SimpleNamespace(stop_id=9),
                 new_sampler=lambda stop_id: self.sampler,
                 new_roller=lambda sampler, chat: self.roller,
+                patience=self.patience,
             )  # fmt: skip
             self.service = RolloutService(parts)
             async with self.service:

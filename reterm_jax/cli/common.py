@@ -46,6 +46,7 @@ def run_main(main: Callable[[Sequence[str]], None], *, positional: int = 0) -> N
 def _known_errors() -> tuple[type[BaseException], ...]:
     """Errors whose message is for the user. Imported late, so that `--help` is quick."""
     from reterm_jax.checkpoint.checkpointer import CheckpointError
+    from reterm_jax.checkpoint.publish import PublishError
     from reterm_jax.evaluation.harbor_job import HarborError
     from reterm_jax.evaluation.journal import JournalError
     from reterm_jax.evaluation.json_codec import RecordError
@@ -73,6 +74,7 @@ def _known_errors() -> tuple[type[BaseException], ...]:
         JournalError,
         ListenError,
         PackingError,
+        PublishError,
         RecordError,
         SandboxError,
         ServiceError,

@@ -119,7 +119,9 @@ class ServiceClient:
                 if not self._closed:
                     raise
                 problem = str(error)
-            if self._closed or time.monotonic() > deadline:
+            if self._closed:
+                raise ServiceError(f"{self.url}: the client was closed")
+            if time.monotonic() > deadline:
                 raise ServiceError(
                     f"{self.url}: the rollout service did not answer for {self._patience:g} s ({problem}); start it, "
                     "or correct config.rollout.service"

@@ -21,6 +21,8 @@ from reterm_jax.tasks.task import Task
 from reterm_jax.tokens.chat import ChatFormat
 
 T = TypeVar("T")
+
+_MAX_AWAY = 1.0  # seconds without a sampler that an attempt's time limit is taken to include
 # What bounds the attempts that are alive: a semaphore, or something fairer. Entered by many at once.
 Gate = AbstractAsyncContextManager
 
@@ -117,6 +119,7 @@ class Roller:
                 if start:
                     user = task.config.agent.user
                     await self.live_processes.restore(sandbox, start.snapshot.live_processes, user)
+                away = _away_seconds(self.sampler)
                 attempt, snapshot = await run_attempt(
                     task,
                     sandbox,
@@ -142,11 +145,21 @@ class Roller:
                 if sandbox is not None:
                     await sandbox.close()
                 await self.sampler.end(name)
+        away = _away_seconds(self.sampler) - away
+        if attempt.ended == "time_limit" and away > _MAX_AWAY and not attempt.solved:
+            if snapshot is not None:
+                await self.host.release(snapshot)
+            fault = f"out of time, of which the sampler was away for {away:.0f} s"
+            return dataclasses.replace(attempt, outcome=Outcome(None, "env_error", fault)), None
         if snapshot is not None and not self.live_processes.usable(snapshot):
             logging.info("attempt %s: no recovery from its state: %s were alive", name, snapshot.live_processes)
             await self.host.release(snapshot)
             snapshot = None
         return attempt, FailureState.of(attempt, snapshot) if snapshot is not None else None
+
+
+def _away_seconds(sampler: Sampler) -> float:
+    return getattr(sampler, "away_seconds", 0.0)
 
 
 async def until_good(

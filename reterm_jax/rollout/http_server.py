@@ -43,11 +43,18 @@ def parse_address(listen: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def is_loopback(host: str) -> bool:
+def check_token(address: tuple[str, int], token: str) -> None:
+    """Raises ListenError where other machines could reach a service that asks for no token."""
+    host, port = address
     try:
-        return ipaddress.ip_address(host).is_loopback
+        loopback = ipaddress.ip_address(host).is_loopback
     except ValueError:
-        return host == "localhost"
+        loopback = host == "localhost"
+    if not token and not loopback:
+        raise ListenError(
+            f"--listen {host}:{port} can be reached from other machines; set RETERM_ROLLOUT_TOKEN to a secret, here "
+            "and for the trainer, or listen on 127.0.0.1"
+        )
 
 
 class HttpServer:
@@ -62,11 +69,7 @@ class HttpServer:
 
     def __init__(self, service: RolloutService, address: tuple[str, int], token: str) -> None:
         host, port = address
-        if not token and not is_loopback(host):
-            raise ListenError(
-                f"--listen {host}:{port} can be reached from other machines; set RETERM_ROLLOUT_TOKEN to a secret, "
-                "here and for the trainer, or listen on 127.0.0.1"
-            )
+        check_token(address, token)
         loop = asyncio.get_running_loop()
         handler = type("Handler", (_Handler,), {"service": service, "loop": loop, "token": token})
         try:
@@ -175,7 +178,12 @@ class _Handler(BaseHTTPRequestHandler):
             )
 
     def _call(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self.loop).result()
+        try:
+            future = asyncio.run_coroutine_threadsafe(work, self.loop)
+        except RuntimeError:  # the loop has ended
+            work.close()
+            raise
+        return future.result()
 
     def _send(self, status: int, body: bytes, kind: str = _JSON) -> None:
         try:

@@ -59,6 +59,9 @@ class ServingSampler(Sampler, AbstractAsyncContextManager, Protocol):
     @property
     def problems(self) -> dict[str, str]: ...
 
+    @property
+    def serving(self) -> bool: ...
+
     async def update(self, directory: str | Path) -> None: ...
 
 
@@ -72,6 +75,7 @@ class ServiceParts:
       new_chat: the chat format of a published directory.
       new_sampler: a sampler whose turns end with this id.
       new_roller: what rolls groups with these.
+      patience: seconds for which an update waits where all samplers failed it, in case one is started again.
     """
 
     identity: Mapping[str, Any]
@@ -82,6 +86,7 @@ class ServiceParts:
     new_chat: Callable[[str], ChatFormat]
     new_sampler: Callable[[int], ServingSampler]
     new_roller: Callable[[Sampler, ChatFormat], Roller]
+    patience: float = 0.0
 
 
 class RolloutService:
@@ -219,11 +224,26 @@ class RolloutService:
             if self.sampler is None:
                 await self._build(weights.directory)
             assert self.sampler is not None and self.scheduler is not None
-            await self.sampler.update(weights.directory)
+            await self._update(weights.directory)
             self.version = weights.version
             self.store.set_note(_WEIGHTS, dataclasses.asdict(weights))
             self.scheduler.serve(weights.version)
             self._scheduling.set()
+
+    async def _update(self, directory: str) -> None:
+        """Where all samplers fail, the sampler itself goes on trying to bring them up with the same weights."""
+        assert self.sampler is not None
+        deadline = time.monotonic() + self.parts.patience
+        try:
+            await self.sampler.update(directory)
+        except SamplerError as error:
+            if not self.parts.patience:
+                raise
+            logging.warning("%s; waiting %g s for a server", error, self.parts.patience)
+            while not self.sampler.serving:
+                if time.monotonic() > deadline:
+                    raise SamplerError("; ".join(self.sampler.problems.values()) or str(error)) from error
+                await asyncio.sleep(0.2)
 
     async def _build(self, directory: str) -> None:
         """What needs a tokenizer, which comes with the first weights."""

@@ -129,7 +129,8 @@ class RemoteRollouts:
             # The batch may need these weights: where they are refused it would be waited for in vain.
             serving = asyncio.ensure_future(self._served())
             await asyncio.wait({fetching, serving}, return_when=asyncio.FIRST_COMPLETED)
-            if serving.done():
+            if serving.done() and serving.exception() is not None:
+                fetching.cancel()
                 serving.result()
         try:
             return await fetching

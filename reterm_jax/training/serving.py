@@ -11,7 +11,7 @@ from pathlib import Path
 from ml_collections import ConfigDict
 
 from reterm_jax.rollout.groups import Roller
-from reterm_jax.rollout.http_server import HttpServer, parse_address
+from reterm_jax.rollout.http_server import HttpServer, check_token, parse_address
 from reterm_jax.rollout.samplers.base import Sampler
 from reterm_jax.rollout.samplers.vllm import VllmSampler
 from reterm_jax.rollout.service import RolloutService, ServiceParts
@@ -26,6 +26,8 @@ from reterm_jax.training.workdir import Workdir, open_workdir
 def run(config: ConfigDict, workdir: str, listen: str) -> None:
     """Serves until SIGTERM or SIGINT. Raises errors that name file, field or flag."""
     settings, address = read_settings(config), parse_address(listen)
+    token = os.environ.get("RETERM_ROLLOUT_TOKEN", "")
+    check_token(address, token)
     with open_workdir(workdir, config.to_dict()) as work:
         host = make_host(
             config.rollout.sandbox or config.sandbox.kind,
@@ -36,17 +38,17 @@ def run(config: ConfigDict, workdir: str, listen: str) -> None:
         )
         try:
             with GroupStore(work.root / "groups.sqlite", rollout_identity(config)) as store:
-                asyncio.run(_serve(_parts(config, settings, work, host, store), address))
+                asyncio.run(_serve(_parts(config, settings, work, host, store), address, token))
         finally:
             asyncio.run(host.close())
 
 
-async def _serve(parts: ServiceParts, address: tuple[str, int]) -> None:
+async def _serve(parts: ServiceParts, address: tuple[str, int], token: str) -> None:
     ended = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, ended.set)
     async with RolloutService(parts) as service:
-        server = HttpServer(service, address, os.environ.get("RETERM_ROLLOUT_TOKEN", ""))
+        server = HttpServer(service, address, token)
         print(f"rollout service: {server.url}/status  tasks {len(parts.tasks)}", flush=True)
         try:
             await ended.wait()
@@ -93,4 +95,5 @@ def _parts(config: ConfigDict, settings: Settings, work: Workdir, host: SandboxH
         new_chat=new_chat,
         new_sampler=new_sampler,
         new_roller=new_roller,
+        patience=config.rollout.patience if config.rollout.on_failure == "exclude" else 0.0,
     )

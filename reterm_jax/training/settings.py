@@ -170,7 +170,7 @@ def _schedule(config: ConfigDict, loop: RLConfig) -> Schedule:
         rollout = config.rollout
         if rollout.spares < 0:
             raise ValueError(f"spares must not be negative, got {rollout.spares}")
-        if rollout.max_staleness and not rollout.service:
+        if rollout.max_staleness > 0 and not rollout.service:
             raise ValueError(
                 f"max_staleness is {rollout.max_staleness}, but a sampler in the trainer's process samples between "
                 "updates only; set it to 0, or rollout.service to the URL of a service"

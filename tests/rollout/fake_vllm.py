@@ -19,7 +19,7 @@ GENERATE, LOAD = "/inference/v1/generate", "/collective_rpc"
 class FakeVllm:
     def __init__(self, port=0):
         self.faults, self.sticky, self.calls, self.running = {}, {}, [], 0
-        self.mode, self.max_len, self.delay = "processed_logprobs", 64, 0.0
+        self.mode, self.max_len, self.delay, self.device = "processed_logprobs", 64, 0.0, "cuda"
         self.loaded, self.version, self.stale = None, "default", False
         self.go = threading.Event()
         self.go.set()
@@ -91,7 +91,8 @@ class _Handler(BaseHTTPRequestHandler):
         if path == "/v1/models":
             return {"data": [{"max_model_len": fake.max_len}]}
         if path == "/server_info":
-            return {"vllm_config": {"model_config": {"logprobs_mode": fake.mode}}}
+            device = {"device_type": fake.device}
+            return {"vllm_config": {"model_config": {"logprobs_mode": fake.mode}, "device_config": device}}
         if path == "/pause":
             fake.go.clear()
         if path == "/resume":

@@ -180,3 +180,22 @@ def test_a_lost_state_is_made_again_from_its_commands(roller, task, tmp_path):
 
     assert asyncio.run(go()).rewards == [1.0]
     assert list((roller.host.directory.path / "snapshots").iterdir()) == []
+
+
+@pytest.mark.parametrize(("away", "status"), [(5.0, "failed"), (0.0, "timeout")])
+def test_time_that_the_sampler_was_away_is_not_the_policys(roller, task, away, status):
+    """The attempt is done again; one that was slow by itself has failed."""
+
+    class Slow(ScriptedPolicy):
+        away_seconds = 0.0
+
+        async def generate(self, ids, **options):
+            if not self.away_seconds:
+                self.away_seconds += away
+                await asyncio.sleep(60)
+            return await super().generate(ids, **options)
+
+    policy = Slow(roller.chat, [families.Action("try", BY_MARK), families.SUBMIT])
+    roller = dataclasses.replace(roller, sampler=policy, limits=dataclasses.replace(LIMITS, attempt_timeout=1.0))
+    attempt, _ = asyncio.run(roller.attempt(task, "a", asyncio.Semaphore(3), start=None, keep=False))
+    assert attempt.outcome.status == status

@@ -3,6 +3,8 @@
 import asyncio
 import dataclasses
 import json
+import threading
+import time
 import urllib.error
 import urllib.request
 
@@ -140,6 +142,16 @@ def test_samplers_that_fail_an_update_are_told_to_the_trainer(start, publish):
         assert service.service.version == 0
         service.sampler.fault, service.sampler.problems = None, {"http://x": "gone"}
         assert client.weights(publish(1)).problems == {"http://x": "gone"}
+
+
+def test_an_update_waits_for_a_sampler_that_is_started_again(start, publish):
+    service = start(patience=30.0)
+    with trainer(service, publish(0)) as client:
+        service.sampler.fault = "no answer"
+        threading.Timer(0.3, lambda: setattr(service.sampler, "serving", True)).start()
+        begun = time.monotonic()
+        client.weights(publish(1))
+        assert service.service.version == 1 and time.monotonic() - begun > 0.25
 
 
 @pytest.mark.parametrize(

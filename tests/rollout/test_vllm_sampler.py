@@ -72,6 +72,14 @@ def test_ids_logprobs_stop_and_version(fakes, published):
     assert params["stop_token_ids"] == [STOP] and params["ignore_eos"]
 
 
+def test_on_cpu_no_seed_is_sent(fakes, published):
+    """With one vLLM 0.32's engine ends there as soon as a prompt is computed in parts."""
+    (fake,) = fakes()
+    fake.device = "cpu"
+    run([fake], published, turn)
+    assert all("seed" not in body["sampling_params"] for path, body in fake.calls if path == GENERATE)
+
+
 @pytest.mark.parametrize("fault", [500, 503, "cut", "close", "abort", "garbage", "hang"])
 def test_one_failure_loses_no_turn_and_no_server(fakes, published, fault):
     (fake,) = fakes()
@@ -116,7 +124,12 @@ def test_a_restarted_server_is_given_the_weights_again(fakes, published):
     async def test(sampler):
         fake.sticky[GENERATE] = "close"
         fake.version = "default"
-        return await turn(sampler)
+        before = sampler.away_seconds
+        await asyncio.sleep(0.05)
+        assert sampler.serving and sampler.away_seconds == before
+        done = await turn(sampler)
+        assert sampler.serving and sampler.away_seconds > before + 0.05  # retry_after
+        return done
 
     assert run([fake], published, test, restart=restart).version == 1
     assert restarted == [fake.url] and fake.paths().count(LOAD) == 2

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from reterm_jax.training.settings import SettingsError, read_settings
+from reterm_jax.training.settings import SettingsError, read_settings, rollout_identity
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.py"
 
@@ -45,6 +45,14 @@ def quickstart(**overrides):
         ({"rl__validate_every": 5}, "config.rl: validate_every is 5 and validation_tasks 0; set both"),
         ({"rl__moments_dtype": "int8"}, "config.rl: moments_dtype 'int8' is unknown; one of float32, bfloat16"),
         ({"rl__failed_credit": 2.0}, "config.rl: failed_credit must be in [0, 1], got 2.0"),
+        ({"rollout__max_staleness": 1}, "config.rollout: max_staleness is 1, but a sampler in the trainer's process"),
+        ({"rollout__max_staleness": -1}, "config.rollout: max_staleness must not be negative, got -1"),
+        ({"rollout__refills": -1}, "config.rollout: refills must not be negative, got -1"),
+        ({"rollout__spares": -1}, "config.rollout: spares must not be negative, got -1"),
+        ({"rollout__service": "localhost:1"}, "config.rollout: 'localhost:1' is no URL; write http://HOST:PORT"),
+        ({"rollout__vllm": ()}, "config.rollout: vllm is (); name each server once, and one at least"),
+        ({"rollout__on_failure": "wait"}, "config.rollout: on_failure is 'wait'; it must be 'exclude' or 'stop'"),
+        ({"rollout__keep": 0}, "config.rollout: keep 0 must be at least 1"),
     ],
 )
 def test_a_value_that_cannot_work_is_named(fields, said):
@@ -65,3 +73,11 @@ def test_the_defaults_need_no_pass_beside_the_updates():
     assert not scoring.own and not scoring.reference
     assert read_settings(quickstart(rl__kl_weight=0.1)).rl.scoring.reference
     assert read_settings(quickstart(rl__sampler_correction="token")).rl.scoring.own
+
+
+def test_a_service_may_differ_from_its_trainer_in_what_no_group_depends_on():
+    ours = rollout_identity(quickstart())
+    assert ours == rollout_identity(quickstart(rollout__patience=5.0, rl__learning_rate=1.0, rl__save_every=9))
+    theirs = rollout_identity(quickstart(rl__forks=9, agent__max_turns=3, rollout__refills=2))
+    differing = {name for name in ours if ours[name] != theirs[name]}
+    assert differing == {"rl.forks", "agent.max_turns", "rollout.refills"}

@@ -33,7 +33,11 @@ class Completion:
 
 
 class Sampler(Protocol):
-    """Samples from the policy. Its calls may run side by side, those of one session one after the other."""
+    """Samples from the policy. Its calls may run side by side, those of one session one after the other.
+
+    One that can be away has a property `away_seconds`, the time in which it could sample nothing: an attempt that ran
+    out of time while it grew is not the policy's failure.
+    """
 
     async def generate(
         self,

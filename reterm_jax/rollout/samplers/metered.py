@@ -28,6 +28,11 @@ class MeteredSampler:
         return self._idle + (time.monotonic() - self._idle_since if not self.running else 0.0)
 
     @property
+    def away_seconds(self) -> float:
+        """Time in which nothing could be sampled; see `Sampler`."""
+        return getattr(self._sampler, "away_seconds", 0.0)
+
+    @property
     def seconds(self) -> float:
         """Time since this was made."""
         return time.monotonic() - self._begun

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -104,6 +105,7 @@ class VllmSampler:
         self._changed = asyncio.Event()
         self._watch: asyncio.Task | None = None
         self.retried = 0  # turns that were sampled again elsewhere
+        self._away, self._away_since = 0.0, time.monotonic()
 
     @property
     def version(self) -> int | None:
@@ -114,6 +116,16 @@ class VllmSampler:
     def problems(self) -> dict[str, str]:
         """Servers that serve nothing now, with the reason."""
         return {replica.server.url: replica.problem for replica in self._replicas if replica.down}
+
+    @property
+    def serving(self) -> bool:
+        """Whether any server serves probed weights."""
+        return any(replica.serves.is_set() for replica in self._replicas)
+
+    @property
+    def away_seconds(self) -> float:
+        """Time in which no server served."""
+        return self._away + (0.0 if self.serving else time.monotonic() - self._away_since)
 
     async def __aenter__(self) -> Self:
         return self
@@ -193,7 +205,7 @@ class VllmSampler:
         async with replica.lock:
             assert self._published is not None
             directory, manifest = self._published
-            replica.serves.clear()
+            self._leaves(replica.serves.clear)
             server = replica.server
             try:
                 self._max_len = await server.max_len()
@@ -212,6 +224,8 @@ class VllmSampler:
             except BaseException:
                 self._fail(replica, "an update was cancelled half-way")
                 raise
+            if not self.serving:
+                self._away += time.monotonic() - self._away_since
             replica.up()
             self._notify()
 
@@ -281,8 +295,15 @@ class VllmSampler:
             chosen.sessions += 1
             self._sessions[session] = chosen
 
+    def _leaves(self, leave: Callable[[], None]) -> None:
+        """Does what takes a server out of service, which may have been the last one."""
+        served = self.serving
+        leave()
+        if served and not self.serving:
+            self._away_since = time.monotonic()
+
     def _fail(self, replica: _Replica, problem: str) -> None:
-        replica.fail(problem)
+        self._leaves(lambda: replica.fail(problem))
         self._notify()
         if self._watch is None or self._watch.done():
             self._watch = asyncio.create_task(self._take_back())

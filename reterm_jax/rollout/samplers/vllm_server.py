@@ -57,6 +57,7 @@ class VllmServer:
     def __init__(self, url: str, client: httpx2.AsyncClient, limits: Limits) -> None:
         self.url = url.rstrip("/")
         self._client, self._limits = client, limits
+        self._seeded = True
 
     async def max_len(self) -> int:
         """Longest sequence in tokens. Raises SamplerError where the server was started in a way that cannot train."""
@@ -64,6 +65,9 @@ class VllmServer:
         info = await self._call("GET", "/server_info?config_format=json", seconds=self._limits.control)
         with _reading(self.url, "/server_info"):
             mode = info["vllm_config"]["model_config"]["logprobs_mode"]
+            # On CPU a request with a seed ends the engine of vLLM 0.32 when its prompt is computed in parts, as beside
+            # others or after an update: it sets the generator back, which torch cannot do on CPU.
+            self._seeded = info["vllm_config"].get("device_config", {}).get("device_type") != "cpu"
         if mode != LOGPROBS_MODE:
             raise SamplerError(
                 f"{self.url}: logprobs are {mode}, not those of the sampling distribution; start the server with "
@@ -75,11 +79,12 @@ class VllmServer:
     async def generate(
         self, ids: Sequence[int], *, max_tokens: int, temperature: float, seed: int, stop_id: int
     ) -> Answer:
-        """Continues `ids` up to `stop_id`. Nothing but temperature shapes the distribution.
+        """Continues `ids` up to `stop_id`. Nothing but temperature shapes the distribution. On CPU `seed` is not used.
 
         Raises SamplerError where the server refuses the request itself.
         """
-        params = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed % 2**63, "logprobs": 0}
+        params = {"max_tokens": max_tokens, "temperature": temperature, "logprobs": 0}
+        params |= {"seed": seed % 2**63} if self._seeded else {}
         params |= {"stop_token_ids": [stop_id], "ignore_eos": True}
         answer = await self._generate(ids, params, self._limits.generate)
         with _reading(self.url, "/inference/v1/generate"):
