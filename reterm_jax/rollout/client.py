@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+import urllib.parse
 from collections.abc import Callable
 from typing import Any, Self, TypeVar
 
@@ -82,7 +83,8 @@ class ServiceClient:
             if response.status_code != 202:
                 break
         ready = self._read(response, Ready)
-        return ready, [self._call("GET", f"/v1/batches/{step}/groups/{key}").content for key in ready.groups]
+        places = (f"/v1/batches/{step}/groups/{urllib.parse.quote(key, safe='')}" for key in ready.groups)
+        return ready, [self._call("GET", place).content for place in places]
 
     def acknowledge(self, step: int) -> None:
         self._call("POST", "/v1/acknowledge", Acknowledgement(step))

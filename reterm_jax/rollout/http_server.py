@@ -156,7 +156,7 @@ class _Handler(BaseHTTPRequestHandler):
             raise Refused(404, f"{self.path} is not served; see reterm_jax/rollout/protocol.py")
         step = int(parts[0])
         if len(parts) == 3:
-            return 200, self.service.group_data(step, parts[2]), _BYTES
+            return 200, self.service.group_data(step, urllib.parse.unquote(parts[2])), _BYTES
         try:
             wait = min(max(float(query.get("wait", "0")), 0.0), _MAX_WAIT)
         except ValueError:

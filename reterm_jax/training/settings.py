@@ -111,7 +111,7 @@ def rollout_identity(config: ConfigDict) -> dict[str, Any]:
     chosen = {
         "rl": (
             *("steps", "tasks", "attempts", "states", "forks", "fork_at", "choose", "target_rate", "max_depth"),
-            *("pool_staleness", "pool_size", "temperature"),
+            *("pool_staleness", "pool_size", "temperature", "step_tokens"),
         ),
         "rollout": ("max_staleness", "refills", "spares"),
         "sandbox": ("live_processes", "restart"),

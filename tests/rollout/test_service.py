@@ -10,7 +10,7 @@ import urllib.request
 
 import pytest
 from made_up import MadeUpRoller
-from made_up_service import IDENTITY, Running, opening
+from made_up_service import IDENTITY, SCHEDULE, Running, opening
 
 from reterm_jax.rollout.client import ServiceClient, ServiceError
 from reterm_jax.rollout.http_server import HttpServer, ListenError, parse_address
@@ -79,6 +79,14 @@ def test_a_trainer_gets_every_batch_and_each_token_its_version(start, publish):
             client.batch(4)
         with pytest.raises(ServiceError, match="refused .410.: no batch for step 0: those before 4 were consumed"):
             client.batch(0)
+
+
+def test_groups_of_rounds_are_fetched_by_their_keys(start, publish):
+    schedule = dataclasses.replace(SCHEDULE, states=0, step_tokens=40)
+    service = start(schedule=schedule)
+    with trainer(service, publish(0)) as client:
+        ready, data = client.batch(0)
+        assert ready.groups[-1] == "round1/root1" and decode_group(data[-1]).attempts[0].id.startswith("0/step0/round1")
 
 
 def test_validation_groups_are_made_at_once_and_kept_nowhere(start, publish):
