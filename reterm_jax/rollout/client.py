@@ -28,8 +28,8 @@ from reterm_jax.rollout.wire import WireError, decode_group
 T = TypeVar("T")
 
 _CONNECT_SECONDS = 10.0
-_ANSWER_SECONDS = 3600.0  # for an update of all samplers, or a group of validation
-_WAIT_SECONDS = 5.0  # of one request for a batch; as long as a trainer that is stopped may still wait
+_ANSWER_SECONDS = 3600.0  # for a group of validation
+_WAIT_SECONDS = 5.0  # of one request; as long as a trainer that is stopped may still wait
 _PAUSE = 1.0  # between two tries
 _AWAY = (502, 503, 504)  # what a proxy or an ending service says
 
@@ -74,15 +74,11 @@ class ServiceClient:
 
     def weights(self, weights: Weights) -> Served:
         """Returns when the samplers serve them."""
-        return self._post("weights", weights, Served)
+        return self._read(self._waited("POST", "/v1/weights", weights), Served)
 
     def batch(self, step: int) -> tuple[Ready, list[bytes]]:
         """Waits until the batch is whole; its groups are bytes for `decode_group`."""
-        while True:
-            response = self._call("GET", f"/v1/batches/{step}?wait={_WAIT_SECONDS:g}")
-            if response.status_code != 202:
-                break
-        ready = self._read(response, Ready)
+        ready = self._read(self._waited("GET", f"/v1/batches/{step}"), Ready)
         places = (f"/v1/batches/{step}/groups/{urllib.parse.quote(key, safe='')}" for key in ready.groups)
         return ready, [self._call("GET", place).content for place in places]
 
@@ -95,6 +91,13 @@ class ServiceClient:
             return decode_group(data)
         except WireError as error:
             raise ServiceError(f"{self.url}: {error}") from error
+
+    def _waited(self, method: str, path: str, message: Any = None) -> httpx2.Response:
+        """Asks again while the answer is 202. No request takes long, so that `close` is heeded."""
+        while True:
+            response = self._call(method, f"{path}?wait={_WAIT_SECONDS:g}", message)
+            if response.status_code != 202:
+                return response
 
     def _post(self, name: str, message: Any, answer: type[T]) -> T:
         return self._read(self._call("POST", f"/v1/{name}", message), answer)

@@ -139,7 +139,7 @@ class _Handler(BaseHTTPRequestHandler):
             return self._batch(path.removeprefix("/v1/batches/").split("/"), query)
         calls: dict[str, tuple[type, Callable[[Any], Coroutine[Any, Any, Any]]]] = {
             "/v1/open": (Opening, service.open),
-            "/v1/weights": (Weights, service.weights),
+            "/v1/weights": (Weights, lambda weights: service.weights(weights, _seconds(query))),
             "/v1/acknowledge": (Acknowledgement, service.acknowledge),
             "/v1/validate": (Validation, service.validate),
         }
@@ -149,6 +149,8 @@ class _Handler(BaseHTTPRequestHandler):
         answer = self._call(call(decode(kind, _json(body), path)))
         if isinstance(answer, bytes):
             return 200, answer, _BYTES
+        if answer is None and path == "/v1/weights":
+            return 202, b"{}", _JSON
         return 200, json.dumps(dataclasses.asdict(answer) if answer is not None else {}).encode(), _JSON
 
     def _batch(self, parts: list[str], query: dict[str, str]) -> tuple[int, bytes, str]:
@@ -157,11 +159,7 @@ class _Handler(BaseHTTPRequestHandler):
         step = int(parts[0])
         if len(parts) == 3:
             return 200, self.service.group_data(step, urllib.parse.unquote(parts[2])), _BYTES
-        try:
-            wait = min(max(float(query.get("wait", "0")), 0.0), _MAX_WAIT)
-        except ValueError:
-            raise Refused(400, f"wait={query['wait']!r} is no number of seconds") from None
-        ready = self._call(self.service.batch(step, wait))
+        ready = self._call(self.service.batch(step, _seconds(query)))
         return (202, b"{}", _JSON) if ready is None else (200, json.dumps(dataclasses.asdict(ready)).encode(), _JSON)
 
     def _check_token(self, query: dict[str, str]) -> None:
@@ -201,6 +199,13 @@ class _Handler(BaseHTTPRequestHandler):
 
 async def _on_loop(read: Callable[[], T]) -> T:
     return read()
+
+
+def _seconds(query: dict[str, str]) -> float:
+    try:
+        return min(max(float(query.get("wait", "0")), 0.0), _MAX_WAIT)
+    except ValueError:
+        raise Refused(400, f"wait={query['wait']!r} is no number of seconds") from None
 
 
 def _error(message: str) -> bytes:

@@ -3,7 +3,7 @@
 | request | body → answer |
 |---|---|
 | `POST /v1/open` | `Opening` → `Opened`; a trainer says who it is, and from which step it goes on |
-| `POST /v1/weights` | `Weights` → `Served`, when all samplers serve them |
+| `POST /v1/weights?wait=S` | `Weights` → `Served` when all samplers serve them, or 202 after S seconds: ask again |
 | `GET /v1/batches/STEP?wait=S` | → `Ready` when the batch is whole, or 202 after S seconds |
 | `GET /v1/batches/STEP/groups/KEY` | → a group's bytes |
 | `POST /v1/acknowledge` | `Acknowledgement` → `{}`; a checkpoint is on disk |

@@ -104,6 +104,7 @@ class RolloutService:
         self._fingerprints: dict[str, str] = {}
         self._session: Opening | None = None
         self._updating = asyncio.Lock()
+        self._update_of: tuple[Weights, asyncio.Task[Served]] | None = None
         self._scheduling = asyncio.Event()
         self._idle: dict[int, dict[str, float]] = {}
         self._mark = (0.0, 0.0)
@@ -119,9 +120,10 @@ class RolloutService:
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
-        if self._resuming is not None:
-            self._resuming.cancel()
-            await asyncio.gather(self._resuming, return_exceptions=True)
+        running = [task for task in (self._resuming, self._update_of and self._update_of[1]) if task is not None]
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
         await self._stack.aclose()
 
     async def open(self, opening: Opening) -> Opened:
@@ -149,11 +151,28 @@ class RolloutService:
         except StoreError as error:
             raise Refused(409, str(error)) from error
         self._session = opening
+        self._update_of = None  # what is published again under a known name is loaded again
         self.store.set_note(_SESSION, dataclasses.asdict(opening))
         return Opened(self.version)
 
-    async def weights(self, weights: Weights) -> Served:
-        """Has the samplers serve published weights, then begins what may be rolled with them."""
+    async def weights(self, weights: Weights, wait: float) -> Served | None:
+        """Has the samplers serve published weights, then begins what may be rolled with them.
+
+        None where that takes longer than `wait` seconds: it goes on, and is asked for again with the same weights.
+        """
+        if self._update_of is None or self._update_of[0] != weights:
+            self._update_of = weights, asyncio.create_task(self._take(weights))
+        task = self._update_of[1]
+        try:
+            async with asyncio.timeout(wait):
+                return await asyncio.shield(task)
+        except TimeoutError:
+            return None
+        except Refused:
+            self._update_of = None  # another request tries again
+            raise
+
+    async def _take(self, weights: Weights) -> Served:
         session = self._opened()
         try:
             manifest = await asyncio.to_thread(read_manifest, weights.directory)

@@ -91,7 +91,7 @@ class _Handler(BaseHTTPRequestHandler):
         if path == "/v1/models":
             return {"data": [{"max_model_len": fake.max_len}]}
         if path == "/server_info":
-            device = {"device_type": fake.device}
+            device = {"device": fake.device}
             return {"vllm_config": {"model_config": {"logprobs_mode": fake.mode}, "device_config": device}}
         if path == "/pause":
             fake.go.clear()

@@ -67,7 +67,7 @@ class VllmServer:
             mode = info["vllm_config"]["model_config"]["logprobs_mode"]
             # On CPU a request with a seed ends the engine of vLLM 0.32 when its prompt is computed in parts, as beside
             # others or after an update: it sets the generator back, which torch cannot do on CPU.
-            self._seeded = info["vllm_config"].get("device_config", {}).get("device_type") != "cpu"
+            self._seeded = info["vllm_config"].get("device_config", {}).get("device") != "cpu"
         if mode != LOGPROBS_MODE:
             raise SamplerError(
                 f"{self.url}: logprobs are {mode}, not those of the sampling distribution; start the server with "
