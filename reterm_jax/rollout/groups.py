@@ -15,7 +15,7 @@ from reterm_jax.agent.fork_points import ForkAt
 from reterm_jax.rollout.live_processes import LiveProcesses
 from reterm_jax.rollout.samplers.base import Sampler
 from reterm_jax.rollout.seeds import seed_of
-from reterm_jax.sandbox.base import SandboxError, SandboxHost
+from reterm_jax.sandbox.base import SandboxError, SandboxHost, Snapshot
 from reterm_jax.tasks.outcome import Outcome
 from reterm_jax.tasks.task import Task
 from reterm_jax.tokens.chat import ChatFormat
@@ -85,6 +85,13 @@ class Roller:
         attempts, left = await self._attempts(task, forks, seed, gate, start=state, keep=keep)
         return Group("recovery", task.id, attempts, state), left
 
+    async def release(self, snapshot: Snapshot) -> None:
+        """Has the host forget a snapshot. One that cannot be removed now goes with the host: no reason to stop."""
+        try:
+            await self.host.release(snapshot)
+        except SandboxError as error:
+            logging.warning("snapshot %s is left for now: %s", snapshot.id, error)
+
     async def _attempts(
         self, task: Task, size: int, seed: str, gate: Gate, *, start: FailureState | None, keep: bool
     ) -> tuple[tuple[Attempt, ...], list[FailureState]]:
@@ -133,7 +140,7 @@ class Roller:
                     fork_at=self.fork_at,
                     attempt_id=name,
                     temperature=self.temperature,
-                    release=self.host.release,
+                    release=self.release,
                 )
             except SandboxError as error:
                 # A fault of the environment says nothing of the policy: dropped from the group, counted, never 0.
@@ -148,12 +155,12 @@ class Roller:
         away = _away_seconds(self.sampler) - away
         if attempt.ended == "time_limit" and away > _MAX_AWAY and not attempt.solved:
             if snapshot is not None:
-                await self.host.release(snapshot)
+                await self.release(snapshot)
             fault = f"out of time, of which the sampler was away for {away:.0f} s"
             return dataclasses.replace(attempt, outcome=Outcome(None, "env_error", fault)), None
         if snapshot is not None and not self.live_processes.usable(snapshot):
             logging.info("attempt %s: no recovery from its state: %s were alive", name, snapshot.live_processes)
-            await self.host.release(snapshot)
+            await self.release(snapshot)
             snapshot = None
         return attempt, FailureState.of(attempt, snapshot) if snapshot is not None else None
 

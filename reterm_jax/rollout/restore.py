@@ -33,7 +33,7 @@ async def restore_state(roller: Roller, task: Task, attempt: Attempt, gate: Gate
             logging.warning("attempt %s: its state could not be made again: %s", attempt.id, error)
             return None
     if not roller.live_processes.usable(snapshot):
-        await roller.host.release(snapshot)
+        await roller.release(snapshot)
         return None
     return FailureState.of(attempt, snapshot)
 

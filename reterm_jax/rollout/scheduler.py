@@ -251,10 +251,10 @@ class Scheduler:
                 spares=len(chosen) - wanted,
             )
         except BaseException:
-            await asyncio.gather(*(self._roller.host.release(state.snapshot) for _, state in chosen))
+            await asyncio.gather(*(self._roller.release(state.snapshot) for _, state in chosen))
             raise
         used = len(recoveries)
-        await asyncio.gather(*(self._roller.host.release(state.snapshot) for _, state in chosen[:used]))
+        await asyncio.gather(*(self._roller.release(state.snapshot) for _, state in chosen[:used]))
         for task, state in chosen[used:]:
             pool.add(task, [state])
         for (task, _), (_, found) in zip(chosen, recoveries, strict=False):

@@ -276,7 +276,7 @@ class RolloutService:
                 parts.schedule,
                 [self._by_id[name] for name in session.tasks],
                 self.roller,
-                FailurePool(parts.pool, self.roller.host.release),
+                FailurePool(parts.pool, self.roller.release),
                 self.store,
                 first_step=self.store.acknowledged,
                 on_group=self.metrics.take,

@@ -266,7 +266,7 @@ class DockerHost:
         for name in list(self._unwanted):
             try:
                 self.client.images.remove(name, force=True)
-            except self.errors.ImageNotFound:
+            except self.errors.NotFound:  # two threads may remove the same one
                 pass
             except self.errors.APIError as error:
                 if error.status_code == 409:  # a fork still runs from it

@@ -104,7 +104,7 @@ def local_rollouts(
             f"rl: {saved['waiting_states']} failure states waited when the run was cut off; their snapshots went with "
             "it, so the pool begins empty"
         )
-    states = FailurePool(pool, roller.host.release)
+    states = FailurePool(pool, roller.release)
     store = GroupStore(path, identity or {})
     scheduler = Scheduler(schedule, tasks, roller, states, store, first_step=first_step)
     return LocalRollouts(scheduler, roller, sampler)

@@ -27,7 +27,7 @@ BY_MARK = "[ -e /app/mark ] && touch /app/done; touch /app/mark"
 
 async def roll_steps(path, roller, task, count=1, pool=PoolConfig(), after=lambda pool: None, **counts):  # noqa: B008
     """The groups of so many steps; `after` is called with the pool at the end of each."""
-    states = FailurePool(pool, roller.host.release)
+    states = FailurePool(pool, roller.release)
     schedule, batches = Schedule(seed=0, steps=count, tasks=1, **counts), []
     with GroupStore(path / "groups", {}) as store:
         async with Scheduler(schedule, [task], roller, states, store, first_step=0) as scheduler:
@@ -199,3 +199,12 @@ def test_time_that_the_sampler_was_away_is_not_the_policys(roller, task, away, s
     roller = dataclasses.replace(roller, sampler=policy, limits=dataclasses.replace(LIMITS, attempt_timeout=1.0))
     attempt, _ = asyncio.run(roller.attempt(task, "a", asyncio.Semaphore(3), start=None, keep=False))
     assert attempt.outcome.status == status
+
+
+def test_a_snapshot_that_cannot_be_removed_stops_nothing(roller, task, tmp_path, monkeypatch):
+    async def release(snapshot):
+        raise SandboxError("the daemon is busy")
+
+    monkeypatch.setattr(roller.host, "release", release)
+    (groups,) = asyncio.run(roll_steps(tmp_path, roller, task, attempts=2, states=1, forks=1))
+    assert [group.kind for group in groups] == ["root", "recovery"]
