@@ -36,24 +36,24 @@ def run(config: ConfigDict, workdir: str, listen: str) -> None:
             snapshot_mb=config.sandbox.snapshot_mb,
             run_id=hashlib.sha256(str(work.root).encode()).hexdigest()[:12],
         )
-        try:
-            with GroupStore(work.root / "groups.sqlite", rollout_identity(config)) as store:
-                asyncio.run(_serve(_parts(config, settings, work, host, store), address, token))
-        finally:
-            asyncio.run(host.close())
+        with GroupStore(work.root / "groups.sqlite", rollout_identity(config)) as store:
+            asyncio.run(_serve(_parts(config, settings, work, host, store), host, address, token))
 
 
-async def _serve(parts: ServiceParts, address: tuple[str, int], token: str) -> None:
+async def _serve(parts: ServiceParts, host: SandboxHost, address: tuple[str, int], token: str) -> None:
     ended = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, ended.set)
-    async with RolloutService(parts) as service:
-        server = HttpServer(service, address, token)
-        print(f"rollout service: {server.url}/status  tasks {len(parts.tasks)}", flush=True)
-        try:
-            await ended.wait()
-        finally:
-            await server.close()
+    try:
+        async with RolloutService(parts) as service:
+            server = HttpServer(service, address, token)
+            print(f"rollout service: {server.url}/status  tasks {len(parts.tasks)}", flush=True)
+            try:
+                await ended.wait()
+            finally:
+                await server.close()
+    finally:
+        await host.close()  # on this loop, where sandboxes that are being closed can be waited for
 
 
 def _parts(config: ConfigDict, settings: Settings, work: Workdir, host: SandboxHost, store: GroupStore) -> ServiceParts:
