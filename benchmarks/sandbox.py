@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import random
 import resource
@@ -53,6 +54,7 @@ _ATTEMPTS = flags.DEFINE_integer("attempts", 1000, "Attempts of `soak`.", lower_
 _FAULTS = flags.DEFINE_float("faults", 0.3, "Share of the soak's attempts that meet a fault.")
 _RESTARTS = flags.DEFINE_integer("restarts", 0, "Restarts of the daemon in `soak`, which then has its own.")
 
+_SETTLE = 30.0  # seconds for processes of removed containers
 _MEGABYTES = 256  # by which our process may grow in `many` and `soak`
 
 _TEST = "#!/bin/bash\ngrep -qx done /app/state; echo $((1 - $?)) > /logs/verifier/reward.txt\n"
@@ -109,7 +111,10 @@ async def _with_host(
         report = await part(Bench(host, task, daemon))
     finally:
         await host.close()
-    host.client.close()
+    gc.collect()  # what an exception of a broken connection still holds
+    begun = time.monotonic()
+    while daemon and daemon.shims() and time.monotonic() - begun < _SETTLE:  # they end after their containers
+        await asyncio.sleep(0.5)
     filters = {"label": f"reterm.run_dir={run_label(run_dir)}"}
     left = Counter(
         {
@@ -118,7 +123,7 @@ async def _with_host(
             "networks": len(client.networks.list()) - networks if daemon else 0,  # else others may be at work
             "processes of containers": daemon.shims() if daemon else 0,
             "files": len(list(run_dir.rglob("*"))),
-            # Some are held by the event loop and by `client`.
+            # Some are held by `client`, and by the event loop for its threads.
             "open files": max(0, len(os.listdir("/proc/self/fd")) - open_files - 8),
         }
     )

@@ -135,6 +135,7 @@ class DockerHost:
         await asyncio.to_thread(self.remove_all)
         atexit.unregister(self.remove_all)
         self._threads.shutdown(wait=False)
+        self.client.close()
 
     async def call(self, function: Callable[[], T], what: str = "Docker") -> T:
         """Runs a blocking function in a thread; the daemon's errors become SandboxErrors that begin with `what`."""
