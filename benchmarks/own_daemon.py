@@ -76,7 +76,8 @@ class OwnDaemon:
     def _start(self) -> None:
         places = {"data-root": "data", "exec-root": "exec", "pidfile": "pid"}
         flags = [f"--{flag}={self.directory / name}" for flag, name in places.items()]
-        command = ["dockerd", f"--host={self.url}", *flags, "--bridge=none", "--iptables=false", "--ip-masq=false"]
+        # In a network of its own: a daemon without a bridge removes the bridge `docker0`, which is another's here.
+        command = ["unshare", "--net", "dockerd", f"--host={self.url}", *flags, "--bridge=none", "--iptables=false"]
         begun = time.monotonic()
         self._process = None
         with open(self.directory / "log", "ab") as log:

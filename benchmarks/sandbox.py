@@ -300,7 +300,7 @@ async def _attempt(bench: Bench, index: int, fault: str, restarted: Callable[[],
             await asyncio.to_thread(bench.host.client.api.kill, box.id)
         outcome = await verify(box, bench.task)
         found, detail = outcome.status, outcome.detail
-    except (SandboxError, DockerException) as error:
+    except (SandboxError, DockerException, OSError) as error:
         found, detail = "env_error", str(error)
     finally:
         if box is not None:

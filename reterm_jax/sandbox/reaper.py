@@ -24,6 +24,9 @@ from typing import Any
 from reterm_jax.sandbox.base import SandboxError
 from reterm_jax.sandbox.process import disk_errors
 
+_REMOVAL_SECONDS = 60.0  # for a container whose removal has begun
+_PAUSE = 0.2
+
 
 @dataclass(frozen=True)
 class HostDir:
@@ -163,9 +166,17 @@ def remove_docker(client: Any, labels: Mapping[str, str]) -> None:
     from docker import errors
 
     filters = {"label": [f"{name}={value}" for name, value in labels.items()]}
-    for container in client.containers.list(all=True, filters=filters, ignore_removed=True):
-        with contextlib.suppress(errors.NotFound):
-            container.remove(force=True, v=True)
+    begun = time.monotonic()
+    while containers := client.containers.list(all=True, filters=filters, ignore_removed=True):
+        for container in containers:
+            try:
+                container.remove(force=True, v=True)
+            except errors.NotFound:
+                pass
+            except errors.APIError as error:  # 409: its removal is already in progress
+                if error.status_code != 409 or time.monotonic() - begun > _REMOVAL_SECONDS:
+                    raise
+                time.sleep(_PAUSE)
     # Images can depend on each other (a snapshot of a fork on a snapshot): some may go only in a later round.
     for _ in range(3):
         images = client.images.list(all=False, filters=filters)
