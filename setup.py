@@ -38,13 +38,13 @@ setuptools.setup(
         "transformers>=5.24",
     ],
     extras_require={
-        "docker": ["docker>=7.1"],
+        "docker": ["docker>=7.1", "pyyaml>=6.0"],
         "gpu": ["jax[cuda13]>=0.10.2"],
         "tpu": ["jax[tpu]>=0.10.2"],
         # Data sets in that form, see recovery/dataset.py.
         "parquet": ["pyarrow>=26"],
         # torch is the oracle of the parity tests only; nothing in the package imports it.
-        "dev": ["docker>=7.1", "pyarrow>=26", "pytest>=9.0", "pytest-xdist>=3.8", "ruff>=0.17", "torch==2.13.0"],
+        "dev": ["docker>=7.1", "pyarrow>=26", "pytest>=9.0", "pytest-xdist>=3.8", "pyyaml>=6.0", "ruff>=0.17", "torch==2.13.0"],
     },
     entry_points={
         "console_scripts": [

@@ -14,6 +14,8 @@ SandboxKind = Literal["bubblewrap", "docker"]
 
 DEFAULT_WORKDIR = "/app"
 BASE_IMAGE = "reterm-sandbox-base"
+# In a task's environment directory: the first of these that is there describes several containers.
+COMPOSE_FILES = ("docker-compose.yaml", "docker-compose.yml", "compose.yaml", "compose.yml")
 BASE_ENV: Mapping[str, str] = {
     "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
     "HOME": "/home/agent",
@@ -58,7 +60,8 @@ class ExecResult:
 class Snapshot:
     """A saved filesystem state. `owner` is the host that made it and the only one that can fork or release it.
 
-    `live_processes` are the command lines of processes that were alive in the sandbox and are not part of the state.
+    `live_processes` are the command lines of processes that were alive in it and are not part of the state, and
+    `service NAME` for each of the task's sidecars.
     """
 
     id: str

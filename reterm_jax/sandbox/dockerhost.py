@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import requests  # which `docker` depends on
 
-from reterm_jax.sandbox import dockerimage, dockersnapshot, shell
+from reterm_jax.sandbox import dockercompose, dockerimage, dockersnapshot, shell
 from reterm_jax.sandbox.base import (
     LOG_DIRS,
     SandboxError,
@@ -174,12 +174,11 @@ class DockerHost:
             await self._forget(old)
         return Snapshot(name, "docker", self.directory.id, alive)
 
-    async def closed(self, sandbox: DockerSandbox, container: Any) -> None:
-        """Removes an ended sandbox's container and frees its slot."""
+    async def closed(self, sandbox: DockerSandbox, container: Any, image: Image) -> None:
+        """Removes an ended sandbox's containers and frees its slot."""
 
         def remove() -> None:
-            with contextlib.suppress(self.errors.NotFound):
-                container.remove(force=True, v=True)
+            self._remove(container, image)
             self._remove_unwanted()
 
         try:
@@ -205,7 +204,7 @@ class DockerHost:
             self._slots.release()
             self.load -= 1
             # Cancelled while the daemon was at work: the container may come into being after this.
-            starting.add_done_callback(self._discard)
+            starting.add_done_callback(functools.partial(self._discard, image))
             raise
         sandbox = DockerSandbox(self, container, image)
         self._live.add(sandbox)
@@ -224,12 +223,18 @@ class DockerHost:
         async with self._starts:
             return await self.retry(lambda: self._start(image, f"reterm-{secrets.token_hex(6)}"), what)
 
-    def _discard(self, starting: asyncio.Future[Any]) -> None:
+    def _discard(self, image: Image, starting: asyncio.Future[Any]) -> None:
         if not starting.cancelled() and starting.exception() is None:
-            self._threads.submit(starting.result().remove, force=True, v=True)
+            self._threads.submit(self._remove, starting.result(), image)
+
+    def _remove(self, container: Any, image: Image) -> None:
+        for name in [*dockercompose.container_names(container.name, image.services), container.name]:
+            with contextlib.suppress(self.errors.NotFound):
+                self.client.api.remove_container(name, force=True, v=True)
 
     def _start(self, image: Image, name: str) -> Any:
         limits = image.limits
+        cpus = min(limits.cpus, self._cpus)  # more than there are is an error to Docker
         container = self.client.containers.create(
             image.name,
             entrypoint=dockersnapshot.IDLE,
@@ -245,7 +250,8 @@ class DockerHost:
             pids_limit=limits.processes,
             mem_limit=f"{limits.memory_mb}m",
             memswap_limit=f"{limits.memory_mb}m",
-            nano_cpus=int(min(limits.cpus, self._cpus) * 1e9),  # more than there are is an error to Docker
+            nano_cpus=int(cpus * 1e9),
+            extra_hosts={service.name: "127.0.0.1" for service in image.services},
             ulimits=[
                 {"Name": "core", "Soft": 0, "Hard": 0},
                 {"Name": "fsize", "Soft": limits.file_mb << 20, "Hard": limits.file_mb << 20},
@@ -258,8 +264,9 @@ class DockerHost:
                 dockersnapshot.check(container, image)
             container.start()
             dockersnapshot.restore(self.client, container, image)
+            dockercompose.start(self.client, container, image.services, limits, self._labels, cpus)
         except BaseException:
-            container.remove(force=True, v=True)
+            self._remove(container, image)
             raise
         return container
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from reterm_jax.sandbox import shell
+from reterm_jax.sandbox import dockercompose, shell
 from reterm_jax.sandbox.base import BASE_IMAGE, DEFAULT_WORKDIR, SandboxError, SandboxUnavailable
-from reterm_jax.sandbox.environment import check_network, check_no_compose, limits_of
+from reterm_jax.sandbox.environment import check_network, compose_file, limits_of
 from reterm_jax.sandbox.process import disk_errors
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ class Image:
       layers: how many the image has; `size`: its bytes.
       skeleton: the directories that a sandbox needs are still to be made.
       mounts: directories whose contents a snapshot holds beside its files; `sentinel`: what proves it complete.
+      services: the sidecars that run beside it.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Image:
     skeleton: bool = True
     mounts: tuple[str, ...] = ()
     sentinel: str = ""
+    services: tuple[dockercompose.Service, ...] = ()
 
 
 def connect(max_concurrent: int = 1, url: str | None = None) -> tuple[Any, Any]:
@@ -73,20 +75,48 @@ def prepare(client: Any, task: Task, tag: str, labels: Mapping[str, str], logs: 
     """
     config = task.config.environment
     check_network(task)
-    check_no_compose(task)
+    file = compose_file(task)
+    compose = dockercompose.Compose.read(file, task) if file else None
+
+    def built(options: dict[str, Any], service: str = "") -> Any:
+        name = f"{tag}-{service.lower()}" if service else tag
+        return _build(client, options, task, name, labels, logs)
+
+    def image_of(service: str) -> Any:
+        """The image of a service of the compose file."""
+        assert compose is not None
+        options, name = compose.build_options(service), compose.services[service].get("image")
+        if options:
+            return built(options, service)
+        if not name:
+            raise SandboxError(f"task {task.id}: {file}: services.{service} has neither image nor build")
+        return _find(client, name, task, f"{file}: services.{service}.image")
+
+    main = compose.main if compose else {}
     context = Path(task.path) / "environment"
-    if config.docker_image or not (context / "Dockerfile").exists():
-        image = _find(client, config.docker_image or BASE_IMAGE, task)
+    if config.docker_image:
+        image = _find(client, config.docker_image, task)
+    elif main.get("build") or main.get("image"):
+        image = image_of(dockercompose.MAIN)
+    elif (context / "Dockerfile").exists():
+        image = built({"path": str(context)})
     else:
-        image = _build(client, context, task, tag, labels, logs)
-    workdir = config.workdir or image.attrs["Config"].get("WorkingDir") or DEFAULT_WORKDIR
-    network = "bridge" if config.network_mode == "public" else "none"
-    layers = len(image.attrs["RootFS"]["Layers"])
-    env, size = shell.check_env(config.env or {}), image.attrs["Size"]
-    return Image(image.id, workdir, env, limits_of(task), network, layers, size, config.capabilities)
+        image = _find(client, BASE_IMAGE, task)
+    own = image.attrs["Config"].get("WorkingDir")
+    return Image(
+        name=image.id,
+        workdir=config.workdir or main.get("working_dir") or own or DEFAULT_WORKDIR,
+        env=shell.check_env({**dockercompose.environment(main), **(config.env or {})}),
+        limits=limits_of(task),
+        network="bridge" if config.network_mode == "public" else "none",
+        layers=len(image.attrs["RootFS"]["Layers"]),
+        size=image.attrs["Size"],
+        capabilities=(*config.capabilities, *main.get("cap_add", ())),
+        services=compose.sidecars(lambda service: image_of(service).id) if compose else (),
+    )
 
 
-def _find(client: Any, name: str, task: Task) -> Any:
+def _find(client: Any, name: str, task: Task, field: str = "environment.docker_image") -> Any:
     from docker import errors
 
     try:
@@ -97,23 +127,21 @@ def _find(client: Any, name: str, task: Task) -> Any:
     try:
         return client.images.pull(name)
     except errors.DockerException as error:
-        raise SandboxError(f"task {task.id}: environment.docker_image = {name!r} cannot be pulled: {error}") from error
+        raise SandboxError(f"task {task.id}: {field} = {name!r} cannot be pulled: {error}") from error
 
 
-def _build(client: Any, context: Path, task: Task, tag: str, labels: Mapping[str, str], logs: Path) -> Any:
+def _build(client: Any, options: Mapping[str, Any], task: Task, tag: str, labels: Mapping[str, str], logs: Path) -> Any:
     from docker import errors
 
     timeout = int(getattr(task.config.environment, "build_timeout_sec", None) or 600)
     try:
-        image, _ = client.images.build(
-            path=str(context), tag=tag, labels=dict(labels), rm=True, forcerm=True, timeout=timeout
-        )
+        image, _ = client.images.build(tag=tag, labels=dict(labels), rm=True, forcerm=True, timeout=timeout, **options)
     except errors.BuildError as error:
         log = "".join(str(entry.get("stream") or entry.get("error") or "") for entry in error.build_log)
         kept = logs / f"build-{task.id}.log"
         with disk_errors(kept):
             kept.write_text(log)
         hint = f"\nThe base image is made by: {BASE_HINT}" if BASE_IMAGE in str(error) else ""
-        message = f"task {task.id}: {context / 'Dockerfile'}: build failed: {error}\n{log[-1500:]}{hint}"
+        message = f"task {task.id}: {Path(options['path']) / 'Dockerfile'}: build failed: {error}\n{log[-1500:]}{hint}"
         raise SandboxError(f"{message}\nThe whole log is in {kept}") from error
     return image

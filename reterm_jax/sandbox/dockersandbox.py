@@ -145,7 +145,7 @@ class DockerSandbox:
         # Shielded, so that a cancelled caller does not leave the container behind.
         if self._closing is None:
             self._runners.close()
-            self._closing = asyncio.ensure_future(self._host.closed(self, self._container))
+            self._closing = asyncio.ensure_future(self._host.closed(self, self._container, self._image))
         await asyncio.shield(self._closing)
 
     @contextlib.asynccontextmanager

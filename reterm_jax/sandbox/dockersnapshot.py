@@ -92,7 +92,7 @@ def save(client: Any, container: Any, image: Image, name: str) -> tuple[Image, t
         sentinel=sentinel,
         skeleton=False,
     )
-    return saved, processes
+    return saved, processes + tuple(f"service {service.name}" for service in image.services)
 
 
 def check(container: Any, image: Image) -> None:

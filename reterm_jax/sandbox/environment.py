@@ -13,12 +13,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reterm_jax.sandbox import dockerfile, shell
-from reterm_jax.sandbox.base import BASE_ENV, BASE_IMAGE, DEFAULT_WORKDIR, LOG_DIRS, Sandbox, SandboxError
+from reterm_jax.sandbox.base import (
+    BASE_ENV,
+    BASE_IMAGE,
+    COMPOSE_FILES,
+    DEFAULT_WORKDIR,
+    LOG_DIRS,
+    Sandbox,
+    SandboxError,
+)
 
 if TYPE_CHECKING:
     from reterm_jax.tasks.task import Task
 
-_COMPOSE_FILES = ("docker-compose.yaml", "docker-compose.yml", "compose.yaml", "compose.yml")
 _PASSWD = """root:x:0:0:root:/root:/bin/bash
 agent:x:1000:1000:agent:/home/agent:/bin/bash
 nobody:x:65534:65534:nobody:/nonexistent:/usr/sbin/nologin
@@ -79,7 +86,10 @@ class Recipe:
         steps: list[Step] = []
         context = Path(task.path) / "environment"
         file = context / "Dockerfile"
-        check_no_compose(task)
+        if compose := compose_file(task):
+            raise SandboxError(
+                f"task {task.id}: {compose}: several containers need Docker: set config.sandbox.kind=docker"
+            )
         check_network(task)
         if config.network_mode != "no-network":
             raise SandboxError(
@@ -147,12 +157,10 @@ def check_network(task: Task) -> None:
         )
 
 
-def check_no_compose(task: Task) -> None:
-    """Raises SandboxError for an environment of several containers."""
-    for name in _COMPOSE_FILES:
-        path = Path(task.path) / "environment" / name
-        if path.exists():
-            raise SandboxError(f"task {task.id}: {path}: compose environments are not supported; use one image")
+def compose_file(task: Task) -> Path | None:
+    """The file that describes an environment of several containers."""
+    paths = (Path(task.path) / "environment" / name for name in COMPOSE_FILES)
+    return next((path for path in paths if path.exists()), None)
 
 
 def make_root(root: Path, owner: int | None) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from reterm_jax.sandbox.base import COMPOSE_FILES
 from reterm_jax.tasks.config import (
     AgentConfig,
     EnvironmentConfig,
@@ -89,12 +90,13 @@ class Task:
         instruction = _instruction(path / "instruction.md")
         if not (path / "tests" / "test.sh").is_file():
             raise TaskError(path / "tests" / "test.sh", None, "missing", "a task needs a verifier script of this name")
-        if config.environment.docker_image is None and not (path / "environment" / "Dockerfile").is_file():
+        described = any((path / "environment" / name).is_file() for name in ("Dockerfile", *COMPOSE_FILES))
+        if config.environment.docker_image is None and not described:
             raise TaskError(
                 path / "environment" / "Dockerfile",
                 None,
                 "missing",
-                "add it or set environment.docker_image in task.toml (compose files are not supported)",
+                f"add it, or one of {', '.join(COMPOSE_FILES)}, or set environment.docker_image in task.toml",
             )
         return cls(
             id=path.name,
