@@ -1,7 +1,8 @@
-"""Keeps sandboxes within their disk limits by looking at them now and then: no file system here has quotas for them.
+"""Keeps sandboxes within their disk limits by looking at them now and then: few file systems have quotas for them.
 
 A sandbox over its limit has everything that runs in it killed, once for each further GROWTH: so it can still be cleared
-up, and graded, where its files stay. Between two looks a disk can fill by what is written in a second or so.
+up, and graded, where its files stay. Between two looks a disk can fill by what is written in a second or so, unless
+Docker's storage has quotas (see `dockerhost.py`).
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ import functools
 import io
 import logging
 import os
+import re
 import secrets
 import tarfile
 import time
@@ -43,6 +44,8 @@ _AWAY = (requests.exceptions.ConnectionError, requests.exceptions.ChunkedEncodin
 PATIENCE = 60.0  # seconds in which a daemon that was restarted must be back
 _PAUSE = 0.5  # between two tries
 _STARTS, _BUILDS = 8, 2  # at once; commands are as many as there are sandboxes
+_NO_QUOTA = re.compile("storage.?opt", re.IGNORECASE)  # in what the daemon answers where it cannot keep one
+_QUOTA_MARGIN_MB = 256  # beyond the watched limit
 _TRY_SECONDS = 60.0  # for a command that does nothing
 
 
@@ -81,6 +84,7 @@ class DockerHost:
         self._tried: set[str] = set()  # images in which a command has run
         self._unwanted: set[str] = set()  # released snapshots that a container still runs from
         self._watch = DiskWatch(self._sizes, self._kill)
+        self._quota = True  # until the daemon says that its storage has none
         self._pid = os.getpid()  # a forked child must not clean up after us
         atexit.register(self.remove_all)
 
@@ -235,8 +239,9 @@ class DockerHost:
     def _start(self, image: Image, name: str) -> Any:
         limits = image.limits
         cpus = min(limits.cpus, self._cpus)  # more than there are is an error to Docker
-        container = self.client.containers.create(
-            image.name,
+        container = self._create(
+            limits.disk_mb,
+            image=image.name,
             entrypoint=dockersnapshot.IDLE,
             name=name,
             hostname="sandbox",
@@ -269,6 +274,21 @@ class DockerHost:
             self._remove(container, image)
             raise
         return container
+
+    def _create(self, disk_mb: int, **options: Any) -> Any:
+        """A container, with a quota where the storage has them (overlay2 on xfs mounted with pquota, btrfs, zfs).
+
+        The disk watch keeps the limit of `disk_mb` megabytes; the quota bounds what is written between two looks.
+        """
+        if self._quota:
+            try:
+                quota = {"size": f"{disk_mb + _QUOTA_MARGIN_MB}m"}
+                return self.client.containers.create(**options, storage_opt=quota)
+            except self.errors.APIError as error:
+                if not _NO_QUOTA.search(str(error)):
+                    raise
+                self._quota = False
+        return self.client.containers.create(**options)
 
     def _remove_unwanted(self) -> None:
         for name in list(self._unwanted):

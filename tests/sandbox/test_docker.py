@@ -171,3 +171,24 @@ async def test_capabilities_are_those_that_the_task_names(bench: Bench) -> None:
     assert await bench.sh(box, "grep CapEff /proc/self/status; touch f; chown 5 f; stat -c %u f") == (
         "CapEff:\t0000000000000001\n5\n"
     )
+
+
+async def test_a_quota_is_asked_for_once_where_the_storage_has_none(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.set_task(storage_mb=300)
+    host: Any = bench.host
+    real, asked = host.client.api.create_container_from_config, []
+
+    def create(config: Any, *rest: Any) -> Any:
+        asked.append(config["HostConfig"].get("StorageOpt"))
+        if asked[-1]:  # whatever the storage of this machine
+            raise host.errors.APIError(
+                "--storage-opt is supported only for overlay over xfs with 'pquota' mount option"
+            )
+        return real(config, *rest)
+
+    monkeypatch.setattr(host.client.api, "create_container_from_config", create)
+    boxes = [await bench.start() for _ in range(2)]
+    assert asked == [{"size": "556m"}, None, None]
+    assert await bench.sh(boxes[1], "echo started") == "started\n"
