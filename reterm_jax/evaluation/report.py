@@ -64,7 +64,7 @@ def write_report(
     output: Path,
     *,
     galleries: Sequence[Gallery] = (),
-    figure: Markup | None = None,
+    drawing: Markup | None = None,
 ) -> Path:
     """Renders the page and moves it into place whole.
 
@@ -73,7 +73,7 @@ def write_report(
         curves: rows of metrics.jsonl; metrics that are not in `CHARTS` are not drawn.
         output: the HTML file, replaced if it exists.
         galleries: attempts to browse below the results.
-        figure: a drawing to show above the curves.
+        drawing: an SVG to show above the curves.
     """
     page = (
         _environment()
@@ -86,7 +86,7 @@ def write_report(
             gains=_gains(report.results),
             recoveries=any(result.recoveries for result in report.results),
             own=any(result.own for result in report.results),
-            figure=figure,
+            drawing=drawing,
             large_charts=_charts(curves, large=True),
             small_charts=_charts(curves, large=False),
             families=_families(report.results),

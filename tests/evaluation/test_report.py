@@ -53,6 +53,10 @@ def page_text(tmp_path_factory):
     return build_view(workdir, workdir / "out" / "report.html").read_text(encoding="utf-8")
 
 
+def test_what_a_run_lacks_is_not_on_its_page(page_text):
+    assert not re.search("Macro|Comparison|own failures", page_text)
+
+
 def test_page_has_all_parts(page_text):
     page = Page(page_text)
     for expected in (
