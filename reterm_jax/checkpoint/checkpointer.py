@@ -4,10 +4,13 @@ A step's directory holds the items `params` and `opt_state` (so that evaluation 
 `average` where a moving average of the parameters is kept, and `metadata` (JSON: what the loop needs beside arrays). It
 gets its final name only when everything is on disk. A process killed while saving leaves the previous step as the
 latest one; the leftover is removed when the directory is opened.
+
+Steps are written in the background, while training goes on from a state whose values are copied already.
 """
 
 import contextlib
 import errno
+import json
 import logging as std_logging
 import shutil
 from collections.abc import Iterator, Mapping
@@ -43,12 +46,12 @@ class Checkpointer:
     def __init__(self, directory: Path | str, *, keep: int = 2, fingerprint: str | None = None) -> None:
         self.directory = Path(directory).absolute()
         self._fingerprint = fingerprint
+        self._writing: int | None = None
         self.directory.mkdir(parents=True, exist_ok=True)
         self._manager = ocp.CheckpointManager(
             self.directory,
-            # Synchronous: the next update donates the buffers that are being written.
             options=ocp.CheckpointManagerOptions(
-                max_to_keep=keep, cleanup_tmp_directories=True, enable_async_checkpointing=False
+                max_to_keep=keep, cleanup_tmp_directories=True, enable_async_checkpointing=True
             ),
             item_handlers={
                 "params": ocp.StandardCheckpointHandler(),
@@ -60,15 +63,20 @@ class Checkpointer:
 
     @property
     def latest_step(self) -> int | None:
-        """The latest finished step, or None. Unfinished directories do not count."""
+        """The latest finished step, or None. One that is being written is finished first."""
+        self.wait()
         return self._manager.latest_step()
 
     def save(self, step: int, state: TrainState, metadata: Mapping[str, Any] | None = None) -> None:
-        """Writes `state` and `metadata` (JSON values) as `step`; returns when they are on disk.
+        """Starts to write `state` and `metadata` (JSON values) as `step`; returns when the state may be donated.
+
+        The step counts once it is on disk, which `wait` waits for. A step that is still being written is finished
+        first.
 
         Raises:
-            CheckpointError: if the disk is full. Earlier steps are left as they are.
+            CheckpointError: if the disk is full, here or for the step before. Earlier steps are left as they are.
         """
+        self.wait()
         record = {_FINGERPRINT: self._fingerprint, "step": int(state.step), **(metadata or {})}
         arrays = {"params": state.params, "opt_state": _counted(state)}
         if state.average is not None:
@@ -77,18 +85,36 @@ class Checkpointer:
             metadata=ocp.args.JsonSave(record),
             **{name: ocp.args.StandardSave(tree) for name, tree in arrays.items()},
         )
+        json.dumps(record)  # in the background nobody would see what is wrong with it
+        self._writing = step
+        with self._no_space_named():
+            self._manager.save(step, args=items)
+
+    def wait(self) -> None:
+        """Returns when nothing is being written.
+
+        Raises:
+            CheckpointError: if the disk was full.
+        """
+        with self._no_space_named():
+            self._manager.wait_until_finished()
+        self._writing = None
+
+    @contextlib.contextmanager
+    def _no_space_named(self) -> Iterator[None]:
+        """Turns a full disk, while `_writing` is written, into a CheckpointError, and removes what there is of it."""
         try:
             with _no_space_reported_once():
-                self._manager.save(step, args=items)
-                self._manager.wait_until_finished()
+                yield
         except Exception as error:
+            step, self._writing = self._writing, None
             if not _is_no_space(error):
                 raise
             # What could be written takes the very space that is missing.
             for leftover in self.directory.glob(f"{step}.orbax-checkpoint-tmp*"):
                 shutil.rmtree(leftover, ignore_errors=True)
             free = shutil.disk_usage(self.directory).free / 2**20
-            latest = self.latest_step
+            latest = self._manager.latest_step()
             onwards = "nothing was saved here before" if latest is None else f"the run continues from step {latest}"
             raise CheckpointError(
                 f"no space left to save step {step} in {self.directory} ({free:.0f} MiB free); free some space and "
@@ -135,6 +161,7 @@ class Checkpointer:
 
     def discard_after(self, step: int) -> None:
         """Removes the steps beyond `step`, from which a run that resumes there comes again."""
+        self.wait()
         for later in [found for found in self._manager.all_steps() if found > step]:
             self._manager.delete(later)
 
@@ -151,7 +178,11 @@ class Checkpointer:
         return record
 
     def close(self) -> None:
-        self._manager.close()
+        """Waits for what is being written."""
+        try:
+            self.wait()
+        finally:
+            self._manager.close()
 
     def __enter__(self) -> Self:
         return self
@@ -160,6 +191,7 @@ class Checkpointer:
         self.close()
 
     def _existing(self, step: int | None) -> int:
+        self.wait()
         steps = sorted(self._manager.all_steps())
         if not steps:
             raise CheckpointError(f"{self.directory} holds no finished checkpoint; train first, or correct the path")

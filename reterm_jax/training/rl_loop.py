@@ -153,6 +153,7 @@ async def run(
     """
     stop = stop or GracefulStop()
     record: dict[str, Any] = {}
+    saved: int | None = None  # the checkpoint that is being written, in the background
     async with rollouts:
         await rollouts.publish(first_step, state.params)
         durations: list[float] = []
@@ -160,9 +161,12 @@ async def run(
             start = time.monotonic()
             batch = await stop.unless_requested(rollouts.batch(step))
             if batch is None:
-                if record and checkpointer.latest_step != step:
+                if record and saved != step:
                     checkpointer.save(step, state, record)
-                    rollouts.acknowledge(step)
+                    saved = step
+                checkpointer.wait()
+                if saved is not None:
+                    rollouts.acknowledge(saved)
                 log(f"rl: stopped after step {step}; start again to go on from there")
                 raise KeyboardInterrupt
             groups, rolled = batch.groups, time.monotonic()
@@ -199,8 +203,14 @@ async def run(
                 )
             record = {"rl_step": step + 1, **rollouts.record()}
             if (step + 1) % config.save_every == 0 or last:
+                checkpointer.wait()
+                if saved is not None:
+                    rollouts.acknowledge(saved)
                 checkpointer.save(step + 1, state, record)
-                rollouts.acknowledge(step + 1)
+                saved = step + 1
+        checkpointer.wait()
+        if saved is not None:
+            rollouts.acknowledge(saved)
     return state
 
 

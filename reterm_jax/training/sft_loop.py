@@ -128,6 +128,8 @@ def run(
             if stopping:
                 log(f"{phase}: stopped after update {index + 1}; start again to go on from there")
                 raise KeyboardInterrupt
+    if checkpointer is not None:
+        checkpointer.wait()
     return state
 
 
