@@ -29,6 +29,9 @@ from reterm_jax.policy.spec import abstract_params
 from reterm_jax.tokens.packing import Batch
 from reterm_jax.training.state import TrainState, state_shardings
 
+# Micro-batches [M,R,T]: rows over the devices.
+_MICRO_BATCHES = PartitionSpec(None, BATCH_AXES)
+
 Metrics = dict[str, jax.Array]
 # (logprobs [R,T], entropy [R,T], micro-batch arrays [R,T]) -> (loss [R,T], metrics [R,T] each)
 TokenLoss = Callable[[jax.Array, jax.Array, Mapping[str, jax.Array]], tuple[jax.Array, Metrics]]
@@ -37,6 +40,9 @@ TokenLoss = Callable[[jax.Array, jax.Array, Mapping[str, jax.Array]], tuple[jax.
 @dataclass(frozen=True)
 class TrainStep:
     """One update, `step(state, batch) -> (state, metrics)`; it donates the state that it is given.
+
+    Where several processes share the mesh, each calls it with the same batch, of which it puts its own part on its
+    devices.
 
     Attributes:
         jitted: (state, micro-batches [M,R,T] by name, number of micro-batches in use) -> (state, metrics).
@@ -50,7 +56,8 @@ class TrainStep:
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         arrays, used = _micro_batches(batch, self.micro_rows)
         with jax.set_mesh(self.mesh):
-            return self.jitted(state, arrays, used)
+            arrays = _placed(arrays, NamedSharding(self.mesh, _MICRO_BATCHES))
+            return self.jitted(state, arrays, _placed(used, NamedSharding(self.mesh, PartitionSpec())))
 
     def lower(self, state: TrainState, *, rows: int, length: int, forked: bool = False) -> jax.stages.Lowered:
         """The program of an update, before compilation; nothing is allocated.
@@ -164,14 +171,17 @@ def make_score(
     def score_micro(params, micro):
         return _logprobs(params, policy, micro, config.temperature, config.logprob_chunk)
 
-    compiled = jax.jit(score_micro, in_shardings=(param_shardings, rows), out_shardings=rows)
+    # Every process reads all of what comes out, which is small.
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    compiled = jax.jit(score_micro, in_shardings=(param_shardings, rows), out_shardings=everywhere)
 
     def score(params: Any, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
         with jax.set_mesh(mesh):
             parts = []
             for start in range(0, batch.rows, config.micro_rows):
                 chosen = np.arange(start, min(start + config.micro_rows, batch.rows))
-                parts.append(compiled(params, batch.take(chosen, count=config.micro_rows).arrays()))
+                micro = _placed(batch.take(chosen, count=config.micro_rows).arrays(), rows)
+                parts.append(compiled(params, micro))
         logprobs, entropy = (np.concatenate([np.asarray(x) for x in column]) for column in zip(*parts, strict=True))
         return logprobs[: batch.rows], entropy[: batch.rows]
 
@@ -259,7 +269,7 @@ def _make_step(
     replicated = NamedSharding(mesh, PartitionSpec())
     jitted = jax.jit(
         update,
-        in_shardings=(shardings, NamedSharding(mesh, PartitionSpec(None, BATCH_AXES)), replicated),
+        in_shardings=(shardings, NamedSharding(mesh, _MICRO_BATCHES), replicated),
         out_shardings=(shardings, replicated),
         donate_argnums=0,
     )
@@ -291,6 +301,11 @@ def _micro_batches(batch: Batch, micro_rows: int) -> tuple[dict[str, np.ndarray]
     slots = _slots(used)
     padded = batch.take(trained, count=slots * micro_rows)
     return {k: v.reshape(slots, micro_rows, -1) for k, v in padded.arrays().items()}, np.int32(used)
+
+
+def _placed(arrays: Any, sharding: NamedSharding) -> Any:
+    """Host arrays, whole and the same on every process, on the devices of the mesh: each process puts its shards."""
+    return jax.tree.map(lambda x: jax.make_array_from_process_local_data(sharding, x, np.shape(x)), arrays)
 
 
 def _slots(used: int) -> int:
