@@ -134,6 +134,10 @@ def get_config() -> ml_collections.ConfigDict:
     c.rl.kl_weight = 0.0  # of the KL to the policy that RL starts from; recent recipes (DAPO, Tmax) have none
     c.rl.kl_estimate = "k3"  # or k1; k3 is GRPO's
     c.rl.entropy_weight = 0.0  # of an entropy bonus; the wider upper clip keeps entropy up
+    # Which attempts the two are taken over: all (that were graded; a group that is always solved says most about what
+    # the policy forgets, and GRPO has it in too) | trained (those with an advantage; cheaper). They count in the loss's
+    # mean. Without a KL and an entropy bonus an attempt without an advantage has no gradient and is left out.
+    c.rl.regularise = "all"
     # π/μ between trainer and sampler with the same weights: none | token | sequence, capped or masked at `cap`. The
     # sampler here is the trainer's own code, and without a correction the objective's ratio is against it.
     c.rl.sampler_correction = "none"
@@ -158,6 +162,9 @@ def get_config() -> ml_collections.ConfigDict:
     c.rl.row_length = 1024
     c.rl.forked = True  # what the attempts of a group share is computed once
     c.rl.moments_dtype = "float32"
+    # Decay of a moving average of the weights, which is then what is evaluated and exported (rollouts are made with the
+    # weights themselves); 0: none. With fifty updates it would lag far behind.
+    c.rl.ema_decay = 0.0
     c.rl.save_every = 1
     # Steps between validations on train tasks that are kept apart; the best step is the result. 0: the last step is.
     # Off here: with twelve steps there is little to choose from.

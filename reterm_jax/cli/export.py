@@ -1,6 +1,8 @@
-"""`reterm-export`: writes a run's policy as a Hugging Face directory, in the layout of the model it was made from."""
+"""`reterm-export`: writes a run's policy as a Hugging Face directory, in the layout of the model it was made from.
 
-import json
+Of RL that is the best checkpoint, where validation kept one, and the averaged weights, where an average was kept.
+"""
+
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,7 +11,7 @@ from absl import flags
 from reterm_jax.cli import common
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the run.")
-_STAGE = flags.DEFINE_enum("stage", "rl", ["base", "sft", "rl"], "Whose weights: the last checkpoint of this stage.")
+_STAGE = flags.DEFINE_enum("stage", "rl", ["base", "sft", "rl"], "Whose weights: what this stage ended with.")
 _OUTPUT = flags.DEFINE_string("output", None, "Directory to write; must not exist.")
 flags.mark_flags_as_required(["workdir", "output"])
 
@@ -21,17 +23,12 @@ def main(argv: Sequence[str]) -> None:
     from reterm_jax.policy import hf
     from reterm_jax.policy.config import QwenConfig
     from reterm_jax.policy.spec import abstract_params
+    from reterm_jax.training.workdir import find_policy
 
-    workdir, output = Path(_WORKDIR.value), Path(_OUTPUT.value)
-    record = workdir / "config.json"
-    if not record.exists():
-        raise common.UserError(f"{workdir} is not a run's directory: it holds no config.json")
+    output = Path(_OUTPUT.value)
     if output.exists():
         raise common.UserError(f"--output: {output} exists; give a new directory")
-    source = Path(json.loads(record.read_text(encoding="utf-8"))["model"]["path"] or workdir / "model")
-    checkpoints = workdir / _STAGE.value / "checkpoints"
-    if not checkpoints.exists():
-        raise common.UserError(f"{workdir} has no checkpoint of stage {_STAGE.value} yet")
+    source, checkpoints = find_policy(_WORKDIR.value, _STAGE.value)
     config = QwenConfig.from_hf(source)
     with Checkpointer(checkpoints) as checkpointer:
         params = checkpointer.restore_params(abstract_params(config))

@@ -288,11 +288,13 @@ class _Stages:
                     best.discard_after(first)
                     tasks, apart = split_validation(tasks, rl.loop.validation_tasks, self.config.seed)
                     validation = rl_loop.Validation(apart, best)
+                layout = optimizer, model.mesh, model.shardings
+                average = bool(rl.step.ema_decay)
                 if first:
-                    abstract = abstract_state(abstract_params(model.config), optimizer, model.mesh, model.shardings)
+                    abstract = abstract_state(abstract_params(model.config), *layout, average=average)
                     state, saved = checkpointer.restore(abstract)
                 else:
-                    state = state_from_params(params, optimizer, model.mesh, model.shardings)
+                    state = state_from_params(params, *layout, average=average)
                 step = make_rl_step(model.config, rl.step, optimizer, model.mesh, model.shardings)
                 scorer = None
                 if rl.scoring.own or rl.scoring.reference:
@@ -311,7 +313,7 @@ class _Stages:
                         validation=validation,
                         stop=self.stop,
                     )
-                return state.params if best is checkpointer else self._best_params(best)
+                return state.result if best is checkpointer else self._best_params(best)
 
     def _rollouts(
         self,

@@ -44,6 +44,7 @@ class RLConfig:
         pool: which failure states are chosen, and which wait for a later step.
         recovery_weight: factor on the loss of recovery tokens.
         baseline, standardise, failed_credit: of the advantages, see `group_examples`.
+        zero_advantage: also train on attempts whose advantage is 0, for the sake of terms beside the objective.
         row_length: tokens of a packed row.
         forked: compute what the attempts of a group share once; False computes it for each, to the same effect.
         save_every: steps between checkpoints; the last step is always saved.
@@ -62,6 +63,7 @@ class RLConfig:
     baseline: str
     standardise: bool
     failed_credit: float
+    zero_advantage: bool
     epochs: int
     updates: int
     row_length: int
@@ -176,6 +178,7 @@ async def run(
                 baseline=config.baseline,
                 standardise=config.standardise,
                 failed_credit=config.failed_credit,
+                zero_advantage=config.zero_advantage,
             )
             values = rollout_metrics(groups, step) | batch.facts
             examples, scored = selection.examples, {}

@@ -21,6 +21,9 @@ from reterm_jax.training.scoring import ScoringConfig
 from reterm_jax.training.sft_loop import SFTConfig
 from reterm_jax.training.steps import StepConfig
 
+# Which attempts the KL and the entropy bonus are taken over.
+REGULARISE = ("all", "trained")
+
 
 class SettingsError(ValueError):
     """A value of the config that cannot work; the message names its field."""
@@ -137,8 +140,15 @@ def _reinforcement(config: ConfigDict, limits: AgentLimits) -> Reinforcement:
             max_staleness=rl.pool_staleness,
             size=rl.pool_size,
         )
-        fields = {name: rl[name] for name in RLConfig.__dataclass_fields__ if name not in ("seed", "pool")}
-        loop = RLConfig(seed=config.seed, pool=pool, **fields)
+        if rl.regularise not in REGULARISE:
+            raise ValueError(f"regularise {rl.regularise!r} is unknown; one of {', '.join(REGULARISE)}")
+        others = {
+            "seed": config.seed,
+            "pool": pool,
+            "zero_advantage": rl.regularise == "all" and (rl.kl_weight > 0 or rl.entropy_weight > 0),
+        }
+        fields = {name: rl[name] for name in RLConfig.__dataclass_fields__ if name not in others}
+        loop = RLConfig(**fields, **others)
         _check_row(rl.row_length, limits)
         if not rl.temperature > 0:
             raise ValueError(f"temperature must be positive, got {rl.temperature}")
@@ -153,6 +163,7 @@ def _reinforcement(config: ConfigDict, limits: AgentLimits) -> Reinforcement:
             kl_weight=rl.kl_weight,
             kl_estimate=rl.kl_estimate,
             entropy_weight=rl.entropy_weight,
+            ema_decay=rl.ema_decay,
         )
         scoring = ScoringConfig(
             reference=rl.kl_weight > 0,
@@ -162,6 +173,11 @@ def _reinforcement(config: ConfigDict, limits: AgentLimits) -> Reinforcement:
             max_mismatch=rl.max_mismatch,
         )
         load_objective(step.objective, step.objective_args)
+        if rl.ema_decay and rl.validate_every:
+            raise ValueError(
+                f"ema_decay is {rl.ema_decay} and validate_every {rl.validate_every}; the result is either the average "
+                "or the best by validation: set one of them to 0"
+            )
         return Reinforcement(loop, step, _optimizer(rl), scoring)
 
 

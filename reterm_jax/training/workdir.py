@@ -89,7 +89,7 @@ def open_workdir(root: str | os.PathLike[str], config: Mapping[str, Any]) -> Ite
                 )
             workdir.write_json("config.json", config)
         else:
-            difference = _first_difference(known, json.loads(json.dumps(config)), "config")
+            difference = first_difference(known, json.loads(json.dumps(config)), "config")
             if difference:
                 raise WorkdirError(
                     f"{path}/config.json belongs to another run: {difference}. "
@@ -100,14 +100,36 @@ def open_workdir(root: str | os.PathLike[str], config: Mapping[str, Any]) -> Ite
         lock.close()
 
 
-def _first_difference(old: Any, new: Any, where: str) -> str | None:
+def find_policy(root: str | os.PathLike[str], stage: str) -> tuple[Path, Path]:
+    """Where the policy of a run's stage (base, sft or rl) is: the model's directory, and that of its checkpoints.
+
+    The result of RL is its best checkpoint where one was kept by validation, else the last one. What a run took over
+    from another is found there.
+
+    Raises:
+      WorkdirError: there is no run in `root`, or it has no checkpoint of that stage.
+    """
+    work = Workdir(Path(root))
+    config = work.read_json("config.json")
+    if config is None:
+        raise WorkdirError(f"{root} is not a run's directory: it holds no config.json")
+    origin = Path(config.get("start_from") or work.root)
+    directory = (work.root if stage == "rl" else origin) / stage
+    checkpoints = next((path for path in (directory / "best", directory / "checkpoints") if path.exists()), None)
+    if checkpoints is None:
+        raise WorkdirError(f"{root} has no checkpoint of stage {stage} yet")
+    return Path(config["model"]["path"] or origin / "model"), checkpoints
+
+
+def first_difference(old: Any, new: Any, where: str) -> str | None:
+    """Where two JSON values differ first, in words; None where they do not."""
     if isinstance(old, dict) and isinstance(new, dict):
         for key in sorted(old.keys() | new.keys()):
             if key not in old:
                 return f"{where}.{key} is new"
             if key not in new:
                 return f"{where}.{key} is gone"
-            difference = _first_difference(old[key], new[key], f"{where}.{key}")
+            difference = first_difference(old[key], new[key], f"{where}.{key}")
             if difference:
                 return difference
         return None

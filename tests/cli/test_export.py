@@ -24,9 +24,14 @@ def constant_params(value):
     return jax.tree.map(lambda spec: jnp.full(spec.shape, value), param_specs(CONFIG))
 
 
-def export(workdir, output):
+def export(workdir, output, stage="sft"):
     command = [sys.executable, "-m", "reterm_jax.cli.export", f"--workdir={workdir}", f"--output={output}"]
-    return subprocess.run([*command, "--stage=sft"], capture_output=True, text=True, timeout=300)
+    return subprocess.run([*command, f"--stage={stage}"], capture_output=True, text=True, timeout=300)
+
+
+def save(directory, params, average=None):
+    with Checkpointer(directory) as checkpointer:
+        checkpointer.save(1, TrainState(params=params, opt_state=(), step=jnp.int32(1), average=average))
 
 
 @pytest.mark.parametrize("pretrained", [True, False])
@@ -39,10 +44,15 @@ def test_export_keeps_what_the_model_came_with(pretrained, tmp_path):
         (model / hf.SINGLE_NAME).unlink()
     workdir.mkdir(exist_ok=True)
     (workdir / "config.json").write_text(json.dumps({"model": {"path": str(model) if pretrained else ""}}))
-    with Checkpointer(workdir / "sft" / "checkpoints") as checkpointer:
-        checkpointer.save(1, TrainState(params=constant_params(3.0), opt_state=(), step=jnp.int32(1)))
+    save(workdir / "sft" / "checkpoints", constant_params(3.0))
+    stage = "sft"
+    if not pretrained:
+        # Validation chose an earlier step than the last, and an average was kept.
+        stage = "rl"
+        save(workdir / "rl" / "checkpoints", constant_params(5.0))
+        save(workdir / "rl" / "best", constant_params(4.0), average=constant_params(3.0))
 
-    done = export(workdir, tmp_path / "out")
+    done = export(workdir, tmp_path / "out", stage)
     assert done.returncode == 0, done.stderr
     files = {path.name for path in (tmp_path / "out").iterdir()}
     assert files == {"config.json", "tokenizer.json", hf.SINGLE_NAME}

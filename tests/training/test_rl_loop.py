@@ -28,8 +28,8 @@ from reterm_jax.training.stopping import GracefulStop
 def config(**changes):
     values = dict(
         steps=2, tasks=2, attempts=4, states=2, forks=4, step_tokens=0, fork_at="end", recovery_weight=1.0,
-        baseline="mean", standardise=False, failed_credit=0.0, epochs=3, updates=2, row_length=32, forked=True,
-        save_every=1, validate_every=0, validation_tasks=0, validation_attempts=1, seed=0,
+        baseline="mean", standardise=False, failed_credit=0.0, zero_advantage=False, epochs=3, updates=2,
+        row_length=32, forked=True, save_every=1, validate_every=0, validation_tasks=0, validation_attempts=1, seed=0,
     )  # fmt: skip
     return RLConfig(**{**values, **changes})
 

@@ -53,6 +53,12 @@ def quickstart(**overrides):
         ({"rollout__vllm": ()}, "config.rollout: vllm is (); name each server once, and one at least"),
         ({"rollout__on_failure": "wait"}, "config.rollout: on_failure is 'wait'; it must be 'exclude' or 'stop'"),
         ({"rollout__keep": 0}, "config.rollout: keep 0 must be at least 1"),
+        ({"rl__ema_decay": 1.0}, "config.rl: ema_decay must be at least 0 and below 1, got 1.0"),
+        (
+            {"rl__ema_decay": 0.9, "rl__validate_every": 2, "rl__validation_tasks": 4},
+            "config.rl: ema_decay is 0.9 and validate_every 2; the result is either the average or the best by",
+        ),
+        ({"rl__regularise": "none"}, "config.rl: regularise 'none' is unknown; one of all, trained"),
     ],
 )
 def test_a_value_that_cannot_work_is_named(fields, said):
@@ -68,9 +74,18 @@ def test_hyper_parameters_reach_the_objective():
     assert settings.rl.step.objective_args == {"clip_low": 0.2, "clip_high": 0.28, "clip_dual": 3.0}
 
 
+def test_attempts_without_advantage_are_trained_on_where_a_term_beside_the_objective_has_a_gradient():
+    def kept(**fields):
+        return read_settings(quickstart(**fields)).rl.loop.zero_advantage
+
+    assert not kept() and kept(rl__kl_weight=0.1) and kept(rl__entropy_weight=0.1)
+    assert not kept(rl__kl_weight=0.1, rl__regularise="trained")
+
+
 def test_the_defaults_need_no_pass_beside_the_updates():
-    scoring = read_settings(quickstart()).rl.scoring
-    assert not scoring.own and not scoring.reference
+    settings = read_settings(quickstart())
+    scoring = settings.rl.scoring
+    assert not scoring.own and not scoring.reference and not settings.rl.step.ema_decay
     assert read_settings(quickstart(rl__kl_weight=0.1)).rl.scoring.reference
     assert read_settings(quickstart(rl__sampler_correction="token")).rl.scoring.own
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from reterm_jax.training.workdir import WorkdirError, open_workdir
+from reterm_jax.training.workdir import Workdir, WorkdirError, find_policy, open_workdir
 
 CONFIG = {"seed": 0, "rl": {"steps": 3, "forks": 8}}
 
@@ -46,3 +46,19 @@ def test_refuses_a_second_process(tmp_path):
         open_workdir(tmp_path, CONFIG),
     ):
         pass
+
+
+def test_the_policy_of_a_run_is_found(tmp_path):
+    origin, run = tmp_path / "origin", tmp_path / "run"
+    for root, start_from in ((origin, ""), (run, str(origin))):
+        Workdir(root).write_json("config.json", {"model": {"path": ""}, "start_from": start_from})
+    for path in (origin / "sft" / "checkpoints", run / "rl" / "checkpoints"):
+        path.mkdir(parents=True)
+    assert find_policy(origin, "sft") == find_policy(run, "sft") == (origin / "model", origin / "sft" / "checkpoints")
+    assert find_policy(run, "rl") == (origin / "model", run / "rl" / "checkpoints")
+    (run / "rl" / "best").mkdir()
+    assert find_policy(run, "rl")[1] == run / "rl" / "best"
+    with pytest.raises(WorkdirError, match="origin has no checkpoint of stage rl yet"):
+        find_policy(origin, "rl")
+    with pytest.raises(WorkdirError, match="is not a run's directory"):
+        find_policy(tmp_path, "rl")
