@@ -51,6 +51,7 @@ setuptools.setup(
             "reterm-rollout = reterm_jax.cli.rollout:run",
             "reterm-train = reterm_jax.cli.train:run",
             "reterm-evaluate = reterm_jax.cli.evaluate:run",
+            "reterm-compare = reterm_jax.cli.compare:run",
             "reterm-reap = reterm_jax.cli.reap:run",
             "reterm-export = reterm_jax.cli.export:run",
             "reterm-view = reterm_jax.cli.view:run",

@@ -18,6 +18,9 @@ import ml_collections
 def get_config() -> ml_collections.ConfigDict:
     c = ml_collections.ConfigDict()
     c.seed = 0
+    # The workdir of a finished run whose model, SFT and their evaluation this one takes over instead of making its own,
+    # so that runs which differ in `rl` alone share them; empty: none.
+    c.start_from = ""
 
     c.model = ml_collections.ConfigDict()
     c.model.path = ""  # a Hugging Face directory; empty: the tiny model below
@@ -83,6 +86,9 @@ def get_config() -> ml_collections.ConfigDict:
     c.base.row_length = 704
 
     c.sft = ml_collections.ConfigDict()  # cold start on recovery demonstrations
+    # Demonstrations to learn from, a .jsonl or .parquet file in the schema of ReTerm-10K; empty: the run collects
+    # `examples` of them itself, with the scripted expert of the generated families.
+    c.sft.data = ""
     c.sft.examples = 120
     c.sft.renamings = 1
     c.sft.sampled_fraction = 0.5  # demonstrations that take over from the base model's own failures
@@ -195,6 +201,9 @@ def get_config() -> ml_collections.ConfigDict:
     c.eval.attempts = 2  # per held-out task
     c.eval.states = 60  # fixed failure states on held-out tasks
     c.eval.forks = 4  # recoveries per state
+    # Recoveries from the state of each failed attempt; Pass@1 is then given with one of them too. 0: none. (The paper
+    # trains with two attempts and tests with one.)
+    c.eval.own_forks = 1
     c.eval.temperature = 0.7
     c.eval.trees = 6  # fork trees shown in the report
     return c

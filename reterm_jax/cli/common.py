@@ -47,6 +47,7 @@ def _known_errors() -> tuple[type[BaseException], ...]:
     """Errors whose message is for the user. Imported late, so that `--help` is quick."""
     from reterm_jax.checkpoint.checkpointer import CheckpointError
     from reterm_jax.checkpoint.publish import PublishError
+    from reterm_jax.evaluation.ablation import AblationError
     from reterm_jax.evaluation.harbor_job import HarborError
     from reterm_jax.evaluation.journal import JournalError
     from reterm_jax.evaluation.json_codec import RecordError
@@ -66,6 +67,7 @@ def _known_errors() -> tuple[type[BaseException], ...]:
     from reterm_jax.training.workdir import WorkdirError
 
     return (
+        AblationError,
         CheckpointError,
         ChatFormatError,
         ConfigError,

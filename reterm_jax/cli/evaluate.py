@@ -1,4 +1,10 @@
-"""`reterm-evaluate TASKS`: checks a task set with reference agents. The oracle must be judged 1, doing nothing 0."""
+"""`reterm-evaluate --policy=POLICY --config=CONFIG [TASKS]`: Pass@k and recovery rates of a trained policy.
+
+POLICY is a run's workdir, its STAGE/checkpoints or one of those, or a Hugging Face directory. CONFIG gives sandboxes,
+limits and sizes (`eval`), and the held-out tasks where no TASKS are named.
+
+`reterm-evaluate TASKS`: checks a task set with reference agents. The oracle must be judged 1, doing nothing 0.
+"""
 
 import asyncio
 import hashlib
@@ -6,15 +12,21 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from absl import app, flags
+from ml_collections import config_flags
 
 from reterm_jax.cli import common
 
+_POLICY = flags.DEFINE_string("policy", None, "The policy to evaluate; without it reference agents are run.")
+_STAGE = flags.DEFINE_enum("stage", "rl", ["base", "sft", "rl"], "Whose weights, where --policy is a run's workdir.")
+_CONFIG = config_flags.DEFINE_config_file("config", None, "Experiment, with --policy.", lock_config=True)
 _AGENTS = flags.DEFINE_list("agent", ["oracle", "nop"], "Reference agents: oracle (solution/solve.sh), nop (nothing).")
-_SANDBOX = flags.DEFINE_enum("sandbox", "auto", ["auto", "bubblewrap", "docker"], "Where commands run.")
-_WORKDIR = flags.DEFINE_string(
-    "workdir", "runs/evaluate", "Holds AGENT.jsonl, each attempt with its verdict; killed and started again it goes on."
+_SANDBOX = flags.DEFINE_enum(
+    "sandbox", "auto", ["auto", "bubblewrap", "docker"], "Where commands run; with --policy the config says it."
 )
-_CONCURRENT = flags.DEFINE_integer("concurrent", 4, "Sandboxes alive at once.", lower_bound=1)
+_WORKDIR = flags.DEFINE_string(
+    "workdir", "runs/evaluate", "Holds each attempt with its verdict; killed and started again it goes on."
+)
+_CONCURRENT = flags.DEFINE_integer("concurrent", 4, "Sandboxes alive at once (not with --policy).", lower_bound=1)
 _TIMEOUT = flags.DEFINE_float("timeout", 900.0, "Seconds for a solution whose task sets no agent.timeout_sec.")
 _IDS = flags.DEFINE_list("task", [], "Only the tasks of these ids; * and ? stand for any characters.")
 _EXCLUDE = flags.DEFINE_list("exclude", [], "Not the tasks of these ids or patterns.")
@@ -24,6 +36,8 @@ _SHARD = flags.DEFINE_string("shard", "0/1", "I/N: every N-th task from the I-th
 
 
 def main(argv: Sequence[str]) -> None:
+    if _POLICY.value is not None:
+        return _evaluate_policy(argv[1:])
     if len(argv) != 2:
         raise app.UsageError("give one path: a directory of Harbor tasks, one task's directory, or a registry file")
     from reterm_jax.evaluation.reference import AGENTS, unsound, unsound_table
@@ -40,6 +54,17 @@ def main(argv: Sequence[str]) -> None:
         print(unsound_table(found))
         raise common.UserError(f"{len({x.record.task_id for x in found})} tasks are not sound; the table names them")
     print("every task is sound")
+
+
+def _evaluate_policy(paths: Sequence[str]) -> None:
+    if _CONFIG.value is None:
+        raise common.UserError("--policy needs --config, such as the config that the policy was trained with")
+    common.quiet_environment()
+    common.end_on_signals()
+    from reterm_jax.training import trained
+
+    policy = trained.find(Path(_POLICY.value), _STAGE.value)
+    trained.evaluate(_CONFIG.value, policy, _tasks(Path(paths[0])) if paths else None, _WORKDIR.value)
 
 
 async def _run(path: Path) -> dict:
@@ -87,7 +112,7 @@ def _tasks(path: Path) -> list:
         raise common.UserError(f"--shard={_SHARD.value}: {error}; give I/N such as 0/4") from None
     chosen = load_dataset(path, selection)
     for task in chosen:
-        if "oracle" in _AGENTS.value and task.solution is None:
+        if _POLICY.value is None and "oracle" in _AGENTS.value and task.solution is None:
             raise common.UserError(f"{task.path / 'solution' / 'solve.sh'}: missing; add it, or give --agent=nop")
     return chosen
 

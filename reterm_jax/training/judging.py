@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
-from reterm_jax.agent.attempt import FailureState
+from reterm_jax.agent.attempt import Attempt, FailureState
 from reterm_jax.agent.scripted import ScriptedPolicy
 from reterm_jax.evaluation.console import progress_printer, results_table
 from reterm_jax.evaluation.evaluate import evaluate_pass, evaluate_recovery
@@ -31,9 +31,11 @@ from reterm_jax.training.workdir import Workdir
 async def fixed_states(roller: Roller, tasks: Sequence[Task], count: int, seed: int) -> list[FailureState]:
     """Failure states on held-out tasks, left by scripted failures: the same ones for every policy and every run.
 
-    They do not depend on a policy, so that no policy is measured on its own mistakes alone.
+    They do not depend on a policy, so that no policy is measured on its own mistakes alone. There are none on tasks
+    other than generated ones, for which there is no script.
     """
-    order = random.Random(f"{seed}/states").sample(list(tasks), min(count, len(tasks)))
+    tasks = [task for task in tasks if task.metadata.get("family") in families.FAMILIES]
+    order = random.Random(f"{seed}/states").sample(tasks, min(count, len(tasks)))
     gate = asyncio.Semaphore(roller.concurrent)
 
     async def one(task: Task) -> FailureState | None:
@@ -53,32 +55,42 @@ async def evaluate(
     sampler: JaxSampler,
     tasks: Sequence[Task],
     policies: Mapping[str, tuple[Any, int]],
-) -> None:
+    known: Sequence[EvalResult] = (),
+    *,
+    model: str | None = None,
+) -> list[EvalResult]:
     """Evaluates each policy (name to parameters and version), prints the table, writes report.json and report.html.
 
     Finished attempts are kept in the workdir, so that a killed evaluation continues.
+
+    Args:
+        known: results of earlier policies in the same evaluation, to be shown before these.
+        model: what the report calls the model.
     """
     settings = config.eval
     by_id = {task.id: task for task in tasks}
     gate = asyncio.Semaphore(roller.concurrent)
     roller = dataclasses.replace(roller, temperature=settings.temperature)
     states = await fixed_states(roller, tasks, settings.states, config.seed)
-    results = []
+    results = list(known)
     try:
         for name, (params, version) in policies.items():
             sampler.update(params, version)
 
-            async def attempt(task: Task, seed: int, start: FailureState | None, name: str = name) -> AttemptRecord:
-                label = f"{name}/{start.id if start else task.id}/{seed}"
-                done, _ = await roller.attempt(task, label, gate, start=start, keep=False)
-                return AttemptRecord.from_attempt(done, task.metadata.get("family", "tasks"), seed=seed)
+            async def recover(state: FailureState, seed: int, name: str = name) -> AttemptRecord:
+                task = by_id[state.task_id]
+                done, _ = await roller.attempt(task, f"{name}/{state.id}/{seed}", gate, start=state, keep=False)
+                return _record(done, task, seed)
 
             shared = {"seed": config.seed, "concurrency": roller.concurrent, "faults": (SandboxError,)}
             identity = {"policy": name, "version": version}
-            with Journal(work.root / "eval" / f"{name}_pass.jsonl", identity) as journal:
+            with (
+                Journal(work.root / "eval" / f"{name}_pass.jsonl", identity) as journal,
+                Journal(work.root / "eval" / f"{name}_own.jsonl", identity) as own,
+            ):
                 attempts = await evaluate_pass(
                     tasks,
-                    lambda task, seed, run=attempt: run(task, seed, None),
+                    _AttemptAndRecoveries(roller, gate, name, settings.own_forks, own),
                     attempts=settings.attempts,
                     journal=journal,
                     progress=progress_printer(f"eval {name}"),
@@ -87,13 +99,15 @@ async def evaluate(
             with Journal(work.root / "eval" / f"{name}_recovery.jsonl", identity) as journal:
                 recoveries = await evaluate_recovery(
                     states,
-                    lambda state, seed, run=attempt: run(by_id[state.task_id], seed, state),
+                    recover,
                     forks=settings.forks,
                     journal=journal,
                     progress=progress_printer(f"recover {name}"),
                     **shared,
                 )
-            results.append(EvalResult(name, attempts, recoveries))
+            results.append(
+                EvalResult(name, attempts, recoveries, [record for _, record in sorted(own.finished.items())])
+            )
         trees = await fork_trees(roller, tasks, config.eval.trees, config.seed)
     finally:
         await asyncio.gather(*(roller.host.release(state.snapshot) for state in states))
@@ -101,7 +115,7 @@ async def evaluate(
     report = RunReport(
         title="ReTerm run",
         facts={
-            "model": config.model.path or f"Qwen3.5 hybrid from scratch, {size:,} parameters",
+            "model": f"{model or config.model.path or 'Qwen3.5 hybrid from scratch'}, {size:,} parameters",
             "seed": str(config.seed),
             "held-out tasks": str(len(tasks)),
             "failure states": str(len(states)),
@@ -115,6 +129,37 @@ async def evaluate(
     report.save(work.root / "report.json")
     page = build_view(work.root, work.root / "report.html")
     print(f"\n{results_table(results)}\n\nreport: {page}\ncurves: tensorboard --logdir {work.root}")
+    return results
+
+
+@dataclasses.dataclass(frozen=True)
+class _AttemptAndRecoveries:
+    """An attempt and, where it failed, `forks` recoveries from the state that it left; those go into `own`.
+
+    They are there before the attempt is, so that of an attempt that a journal knows they are known too.
+    """
+
+    roller: Roller
+    gate: asyncio.Semaphore
+    policy: str
+    forks: int
+    own: Journal
+
+    async def __call__(self, task: Task, seed: int) -> AttemptRecord:
+        label = f"{self.policy}/{task.id}/{seed}"
+        attempt, state = await self.roller.attempt(task, label, self.gate, start=None, keep=self.forks > 0)
+        if state is not None:
+            try:
+                group, _ = await self.roller.recovery_group(task, state, self.forks, f"{label}/again", self.gate)
+            finally:
+                await self.roller.host.release(state.snapshot)
+            for recovery in group.attempts:
+                self.own.append(recovery.id, _record(recovery, task, seed))
+        return _record(attempt, task, seed)
+
+
+def _record(attempt: Attempt, task: Task, seed: int) -> AttemptRecord:
+    return AttemptRecord.from_attempt(attempt, task.metadata.get("family", "tasks"), seed=seed)
 
 
 async def fork_trees(roller: Roller, tasks: Sequence[Task], count: int, seed: int, forks: int = 4) -> list[ForkTree]:

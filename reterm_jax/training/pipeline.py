@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import dataclasses
 import hashlib
-import json
 import os
 import random
 import signal
@@ -26,7 +25,7 @@ from reterm_jax.agent.protocol import BASH_SCHEMA
 from reterm_jax.checkpoint.checkpointer import Checkpointer
 from reterm_jax.checkpoint.publish import Publisher
 from reterm_jax.policy.spec import abstract_params, param_specs
-from reterm_jax.recovery.dataset import Row
+from reterm_jax.recovery.dataset import Row, read_rows
 from reterm_jax.rollout.client import ServiceClient
 from reterm_jax.rollout.groups import Roller
 from reterm_jax.rollout.protocol import Opening, tokenizer_digest
@@ -39,11 +38,12 @@ from reterm_jax.training import demonstrations, judging, rl_loop, sft_loop
 from reterm_jax.training.metrics import MetricsWriter, format_progress
 from reterm_jax.training.model import Model, load_model, write_tiny_model
 from reterm_jax.training.optimizer import make_optimizer
+from reterm_jax.training.origin import Origin, fingerprint, open_origin
 from reterm_jax.training.remote_rollouts import RemoteRollouts
 from reterm_jax.training.rollouts import Rollouts, local_rollouts
 from reterm_jax.training.scoring import Scorer
 from reterm_jax.training.settings import Settings, SettingsError, Supervised, read_settings, rollout_identity
-from reterm_jax.training.state import abstract_state, state_from_params
+from reterm_jax.training.state import abstract_arrays, abstract_state, state_from_params
 from reterm_jax.training.steps import make_rl_step, make_score, make_sft_step
 from reterm_jax.training.stopping import GracefulStop
 from reterm_jax.training.workdir import Workdir, open_workdir
@@ -111,26 +111,33 @@ class _Stages:
 
     def __init__(self, config: ConfigDict, settings: Settings, work: Workdir, host: SandboxHost, stop: GracefulStop):
         self.config, self.settings, self.work, self.host, self.stop = config, settings, work, host, stop
+        self.origin = open_origin(config.start_from, config.to_dict()) if config.start_from else None
         self.sft_tasks, self.rl_tasks, self.test_tasks = self._tasks()
 
     async def run(self) -> None:
         config = self.config
         self.model = await self._model()
+        if self.origin is None:
+            sampler, base_params, sft_params = await self._cold_start()
+            policies, known = {"base": (base_params, -1), "SFT": (sft_params, 0)}, []
+        else:
+            sft_params, known = self._params_of(self.origin, "sft"), self.origin.results
+            sampler, policies = self._sampler(sft_params), {}
+        if config.rl.steps:
+            policies[self.rl_name] = await self._reinforce(sampler, sft_params), config.rl.steps
+        await judging.evaluate(config, self.work, self._roller(sampler), sampler, self.test_tasks, policies, known)
+
+    async def _cold_start(self) -> tuple[JaxSampler, Any, Any]:
+        """A sampler, and the parameters of base and SFT."""
+        config = self.config
         params = self.model.initial_params(config.seed, pretrained=bool(config.model.path))
         if not config.model.path:
             params = self._supervised("base", self.settings.base, await self._scripted_attempts(), params)
-        base_params = params
-
-        sampler = self._sampler(base_params)
-        rows = await self._demonstrations(sampler)
+        sampler = self._sampler(params)
+        rows = read_rows(config.sft.data) if config.sft.data else await self._demonstrations(sampler)
         examples = demonstrations.recovery_examples(rows, self.model.chat, row_length=config.sft.row_length)
         examples = demonstrations.renamed(examples, self.model.chat, copies=config.sft.renamings, seed=config.seed)
-        sft_params = self._supervised("sft", self.settings.sft, examples, base_params)
-
-        policies = {"base": (base_params, -1), "SFT": (sft_params, 0)}
-        if config.rl.steps:
-            policies[self.rl_name] = await self._reinforce(sampler, sft_params), config.rl.steps
-        await judging.evaluate(config, self.work, self._roller(sampler), sampler, self.test_tasks, policies)
+        return sampler, params, self._supervised("sft", self.settings.sft, examples, params)
 
     async def _scripted_attempts(self) -> list[Example]:
         """Scripted attempts, from which a model without pretraining learns how to act at all."""
@@ -188,7 +195,8 @@ class _Stages:
 
     @property
     def rl_name(self) -> str:
-        return "ReTerm-GRPO" if self.config.rl.states else "GRPO"
+        rl = self.config.rl
+        return "GRPO" if not rl.states else "ReTerm-GRPO" if rl.fork_at == "end" else f"ReTerm-GRPO ({rl.fork_at})"
 
     def _roller(self, sampler: JaxSampler) -> Roller:
         config = self.config
@@ -219,7 +227,7 @@ class _Stages:
         return *split_train(train, self.config.tasks.sft_share, self.config.seed), test
 
     async def _model(self) -> Model:
-        config, directory = self.config, self.work.root / "model"
+        config, directory = self.config, (self.origin or self.work).root / "model"
         if config.model.path:
             directory = Path(config.model.path)
         elif not (directory / "config.json").exists():
@@ -231,14 +239,15 @@ class _Stages:
 
     @property
     def _abstract_params(self) -> Any:
-        return jax.tree.map(
-            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-            abstract_params(self.model.config),
-            self.model.shardings,
-        )
+        return abstract_arrays(abstract_params(self.model.config), self.model.shardings)
 
     def _fingerprint(self) -> str:
-        return hashlib.sha256(json.dumps(self.config.to_dict(), sort_keys=True).encode()).hexdigest()[:16]
+        return fingerprint(self.config.to_dict())
+
+    def _params_of(self, origin: Origin, stage: str) -> Any:
+        """The parameters that a finished stage of another run left."""
+        with Checkpointer(origin.root / stage / "checkpoints", fingerprint=origin.fingerprint) as checkpointer:
+            return checkpointer.restore_params(self._abstract_params)
 
     def _supervised(self, name: str, stage: Supervised, examples: Sequence, params: Any) -> Any:
         """Trains on examples and returns the new parameters; only reads them where the stage is finished."""
@@ -271,12 +280,12 @@ class _Stages:
 
     async def _reinforce(self, sampler: JaxSampler, params: Any) -> Any:
         model, rl = self.model, self.settings.rl
-        directory, fingerprint = self.work.root / "rl", self._fingerprint()
+        directory, run = self.work.root / "rl", self._fingerprint()
         with contextlib.ExitStack() as stack:
-            checkpointer = stack.enter_context(Checkpointer(directory / "checkpoints", fingerprint=fingerprint))
+            checkpointer = stack.enter_context(Checkpointer(directory / "checkpoints", fingerprint=run))
             best = checkpointer
             if rl.loop.validate_every:
-                best = stack.enter_context(Checkpointer(directory / "best", fingerprint=fingerprint))
+                best = stack.enter_context(Checkpointer(directory / "best", fingerprint=run))
             with self.work.phase("rl") as pending:
                 if not pending:
                     return self._best_params(best)

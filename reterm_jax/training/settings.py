@@ -6,6 +6,7 @@ import contextlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from ml_collections import ConfigDict
@@ -249,6 +250,15 @@ def _check_counts(config: ConfigDict) -> None:
                 f"config.{section}.micro_rows is {config[section].micro_rows}; it must be a multiple of "
                 f"mesh.data · mesh.fsdp = {ways}"
             )
+    data = config.sft.data
+    if data and Path(data).suffix not in (".jsonl", ".parquet"):
+        raise SettingsError(f"config.sft.data is {data}; give a .jsonl or .parquet file")
+    if data and not Path(data).is_file():
+        raise SettingsError(f"config.sft.data: there is no file {Path(data).absolute()}")
+    if config.eval.own_forks < 0:
+        raise SettingsError(f"config.eval.own_forks must not be negative, got {config.eval.own_forks}")
+    if config.start_from and not config.rl.steps:
+        raise SettingsError(f"config.start_from is {config.start_from} and config.rl.steps 0: nothing is left to run")
     if not 0 <= config.sft.sampled_fraction <= 1:
         raise SettingsError(f"config.sft.sampled_fraction must be in [0, 1], got {config.sft.sampled_fraction}")
     if config.model.path and config.sft.renamings != 1:

@@ -62,6 +62,15 @@ def run(*args, **kwargs):
     )
 
 
+def wait_for_steps(process, metrics, steps, log):
+    """Until that many steps of RL were logged."""
+    deadline = time.monotonic() + 900
+    while not (metrics.exists() and metrics.read_text().count("\n") >= steps):
+        assert process.poll() is None, log.read_text()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 @pytest.fixture(scope="module")
 def killed_and_resumed(tmp_path_factory):
     """A run that was killed with SIGKILL after its first RL step, and then run to its end."""
@@ -71,11 +80,7 @@ def killed_and_resumed(tmp_path_factory):
     metrics = workdir / "rl" / "metrics.jsonl"
     log = (workdir.parent / "log").open("w")
     process = subprocess.Popen(command(workdir), cwd=REPO, stdout=log, stderr=log, process_group=0)
-    deadline = time.monotonic() + 900
-    while not (metrics.exists() and metrics.read_text().count("\n") >= 1):
-        assert process.poll() is None, (workdir.parent / "log").read_text()
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_for_steps(process, metrics, 1, workdir.parent / "log")
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     return workdir, run(workdir)
@@ -128,6 +133,71 @@ def test_a_finished_run_is_reported_again_without_training(killed_and_resumed):
     assert "rl     " not in again.stdout
 
 
+def test_another_run_takes_over_the_sft_and_its_evaluation(killed_and_resumed):
+    """With a loss of the user's own, given on the command line. Stopped by SIGTERM in the middle, and started again."""
+    origin, _ = killed_and_resumed
+    workdir = origin.parent / "taken_over"
+    fields = {"start_from": origin, "rl__steps": 2, "rl__states": 0, "rl__objective": "docs/my_loss.py:my_objective"}
+    # So small a policy solves nothing; with an entropy bonus its attempts are trained on all the same.
+    fields["rl__entropy_weight"] = 0.01
+    metrics = workdir / "rl" / "metrics.jsonl"
+    with (origin.parent / "log2").open("w") as log:
+        process = subprocess.Popen(command(workdir, **fields), cwd=REPO, stdout=log, stderr=log)
+        wait_for_steps(process, metrics, 1, origin.parent / "log2")
+        process.terminate()
+        assert process.wait(timeout=600) != 0
+    assert "rl: stopped after step" in (origin.parent / "log2").read_text()
+    assert [path for path in (workdir / "sandboxes").rglob("*") if path.is_file()] == []
+    first = metrics.read_text().splitlines()
+
+    done = run(workdir, **fields)
+    assert done.returncode == 0, done.stdout
+    lines = metrics.read_text().splitlines()
+    assert lines[: len(first)] == first and len(lines) == 2
+    # What my_loss.py reports arrives with the metrics.
+    assert all("train/advantage" in json.loads(line) for line in lines)
+    report, theirs = (json.loads((path / "report.json").read_text()) for path in (workdir, origin))
+    assert [result["name"] for result in report["results"]] == ["base", "SFT", "GRPO"]
+    assert report["results"][:2] == theirs["results"][:2]
+    assert not any((workdir / stage).exists() for stage in ("base", "sft", "model", "data"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ({"sft__epochs": 2}, "config.sft.epochs was 1, now 2. Where SFT and its evaluation are shared, only config.rl"),
+        ({"rl__steps": 0}, "config.rl.steps 0: nothing is left to run"),
+    ],
+)
+def test_what_cannot_be_taken_over_is_named(killed_and_resumed, tmp_path, overrides, said):
+    done = run(tmp_path / "run", start_from=killed_and_resumed[0], **overrides)
+    assert done.returncode == 1 and said in done.stdout.splitlines()[-1]
+
+
+def test_each_failed_attempt_of_an_evaluation_has_its_own_recovery(killed_and_resumed):
+    workdir, _ = killed_and_resumed
+    for result in json.loads((workdir / "report.json").read_text())["results"]:
+        failed = [attempt["id"] for attempt in result["attempts"] if attempt["status"] == "failed"]
+        assert failed and sorted(recovery["parent"] for recovery in result["own"]) == sorted(failed)
+        assert all(recovery["depth"] == 1 for recovery in result["own"])
+
+
+def test_a_trained_policy_is_evaluated_on_a_task_set(killed_and_resumed, tmp_path):
+    workdir, _ = killed_and_resumed
+    flags = [flag for flag in command(tmp_path / "out", eval__attempts=2)[3:] if "--workdir" not in flag]
+    run_evaluate = [sys.executable, "-m", "reterm_jax.cli.evaluate", f"--policy={workdir}", "--stage=sft", *flags]
+    run_evaluate += [f"--workdir={tmp_path / 'out'}", "--limit=3", str(workdir / "tasks" / "test")]
+    for again in (False, True):
+        done = subprocess.run(run_evaluate, cwd=REPO, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stderr
+        table = done.stdout.splitlines()[-3:]
+        assert table[0].split("  ")[0] == "policy" and "Pass@2 [95 %]" in table[0] and table[2].startswith("sft ")
+        assert ("6 from before" in done.stderr) == again
+    (result,) = json.loads((tmp_path / "out" / "report.json").read_text())["results"]
+    assert len(result["attempts"]) == 6 and len(result["recoveries"]) == 3
+    assert {attempt["version"] for attempt in result["attempts"]} == {0}
+
+
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
@@ -160,6 +230,7 @@ def test_another_config_is_refused_and_nothing_overwritten(killed_and_resumed, o
         ("tasks__sft_share", 0.0, "config.tasks.sft_share must be above 0 and at most 1, got 0.0"),
         ("agent__max_turns", 0, "config.agent: limit max_turns is 0"),
         ("eval__states", 0, "config.eval.states must be positive, got 0"),
+        ("eval__own_forks", -1, "config.eval.own_forks must not be negative, got -1"),
     ],
 )
 def test_a_value_out_of_range_is_named_before_anything_runs(tmp_path, field, value, said):

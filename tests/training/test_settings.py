@@ -59,6 +59,8 @@ def quickstart(**overrides):
             "config.rl: ema_decay is 0.9 and validate_every 2; the result is either the average or the best by",
         ),
         ({"rl__regularise": "none"}, "config.rl: regularise 'none' is unknown; one of all, trained"),
+        ({"sft__data": "rows.csv"}, "config.sft.data is rows.csv; give a .jsonl or .parquet file"),
+        ({"sft__data": "no/rows.jsonl"}, "config.sft.data: there is no file"),
     ],
 )
 def test_a_value_that_cannot_work_is_named(fields, said):

@@ -1,0 +1,59 @@
+#!/usr/bin/env bash
+# Sets up what is missing and compares base, SFT, GRPO, ReTerm-GRPO and ReTerm-GRPO with fork_at=error at equal budgets:
+# configs/ablation.py, about half an hour a seed on 2 cores.
+#   bash launch/ablation.sh [--seeds=N] [--workdir=DIR] [--config.FIELD=VALUE ...]
+# N seeds from 0 on (default 3). Run again with the same --workdir it resumes; with a larger N it adds seeds.
+source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
+
+seeds=3
+workdir="$repo/runs/ablation"
+overrides=()
+for argument in "$@"; do
+  case "$argument" in
+    --seeds=*) seeds="${argument#*=}" ;;
+    --workdir=*) workdir="${argument#*=}" ;;
+    --config.seed=* | --config.start_from=*) fail "$argument: the ablation sets this itself; see --seeds" ;;
+    --config.*=*) overrides+=("$argument") ;;
+    *) fail "unknown argument $argument; known are --seeds=N, --workdir=DIR and --config.FIELD=VALUE" ;;
+  esac
+done
+[[ "$seeds" =~ ^[1-9][0-9]*$ ]] || fail "--seeds=$seeds: give how many, 1 or more"
+
+make_environment ""
+need_bubblewrap
+mkdir -p "$workdir"
+workdir="$(cd "$workdir" && pwd)"
+
+# Runs with other fields would be compared as if they were the same.
+fields="$(printf '%s\n' "${overrides[@]}")"
+if [ -f "$workdir/overrides" ] && [ "$(cat "$workdir/overrides")" != "$fields" ]; then
+  fail "$workdir was begun with other fields (its file overrides lists them); give those, or another --workdir"
+fi
+printf '%s\n' "$fields" >"$workdir/overrides"
+
+child=""
+trap '[ -z "$child" ] || { kill -TERM "$child" 2>/dev/null; wait "$child"; }; exit 143' TERM INT HUP
+
+# train SEED ARM [FLAG ...]
+train() {
+  local seed="$1" arm="$2" directory="$workdir/seed$1/$2"
+  shift 2
+  if [ -f "$directory/report.html" ]; then
+    echo "== seed $seed, $arm: finished before"
+    return
+  fi
+  echo "== seed $seed, $arm"
+  "$venv/bin/reterm-train" --config="$repo/configs/ablation.py:$arm" --workdir="$directory" \
+    --config.seed="$seed" "${overrides[@]}" "$@" &
+  child=$!
+  wait "$child" || fail "seed $seed, $arm stopped; its message is above. Started again the ablation goes on from there"
+  child=""
+}
+
+for ((seed = 0; seed < seeds; seed++)); do
+  train "$seed" cold_start --config.rl.steps=0
+  for arm in grpo reterm_grpo reterm_grpo_error; do
+    train "$seed" "$arm" --config.start_from="$workdir/seed$seed/cold_start"
+  done
+done
+"$venv/bin/reterm-compare" "$workdir"
