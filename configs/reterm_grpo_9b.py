@@ -1,16 +1,19 @@
 """ReTerm-GRPO of Qwen3.5-9B: SFT as in sft_9b.py, then RL from root attempts and from their failed states.
 
 Command:   reterm-train --config=configs/reterm_grpo_9b.py --workdir=runs/reterm_9b --config.model.path=HF_DIR
-           with HF_DIR a local Hugging Face directory of Qwen3.5-9B, and XLA_PYTHON_CLIENT_MEM_FRACTION=0.9.
+             --config.sft.data=ROWS
+           with HF_DIR a local Hugging Face directory of Qwen3.5-9B, ROWS demonstrations as in sft_9b.py, and
+           XLA_PYTHON_CLIENT_MEM_FRACTION=0.9.
 Hardware:  one node of 8 GPUs with 80 GB for the updates. The in-process sampler needs 2.2 GB more for
            each of `sandbox.concurrent` attempts (65,536 tokens of keys and values).
 Result:    not run; memory plan only, see benchmarks/results/memory_plan.md.
            The paper reports 34.8 % Pass@1 on Terminal-Bench 2.0 (base 20.2, SFT 25.8, GRPO 28.0).
 
-Sources. The paper (arXiv 2610.18484) publishes neither group sizes, clip range, mixing weight, retry message nor
-learning rate. Tmax, the strongest open recipe before it, has learning rate 1e-6 constant, clipping at 1, no KL,
-advantage = reward − group mean, token-level loss, temperature 1, and 8 × 32 attempts a step, which here are shared out
-equally between root groups and recoveries. It masks tokens by DPPO; `--config.rl.objective=dppo_tv` does that.
+Sources. The paper (arXiv 2610.18484) publishes neither group sizes, clip range, mixing weight, retry message, learning
+rate and number of steps, nor where in a failed attempt RL forks (its data does at the end, as here). Tmax, the
+strongest open recipe before it, has learning rate 1e-6 constant, clipping at 1, no KL, advantage = reward − group mean,
+token-level loss, temperature 1, and 8 × 32 attempts a step, which here are shared out equally between root groups and
+recoveries. It masks tokens by DPPO; `--config.rl.objective=dppo_tv` does that.
 """
 
 import importlib.util

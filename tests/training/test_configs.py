@@ -22,19 +22,86 @@ SMALL = {
 }
 
 
-def config(name):
+NAMES = sorted(path.stem for path in (REPO / "configs").glob("*.py"))
+
+
+def load(name):
     spec = importlib.util.spec_from_file_location(name, REPO / "configs" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.get_config()
+    return module
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in (REPO / "configs").glob("*.py")))
-def test_settings_are_read(name):
+def config(name):
+    return load(name).get_config()
+
+
+def flat(values, prefix=""):
+    """(full name, value) of every field."""
+    for name, value in values.items():
+        yield from flat(value, f"{prefix}{name}.") if isinstance(value, dict) else [(prefix + name, value)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_config_is_accepted_and_has_all_fields_and_no_other(name):
     read_settings(config(name))
+    assert dict(flat(config(name).to_dict())).keys() == dict(flat(config("quickstart").to_dict())).keys()
 
 
-@pytest.mark.parametrize("name", ["sft_9b", "reterm_grpo_9b"])
+@pytest.mark.parametrize("name", NAMES)
+def test_every_config_states_command_hardware_and_result(name):
+    text = (REPO / "configs" / f"{name}.py").read_text()
+    documented = text.split('"""')[1]
+    assert all(f"\n{word}:" in documented for word in ("Command", "Hardware", "Result"))
+    assert name == "quickstart" or f"configs/{name}.py" in documented or f"launch/{name}.sh" in documented
+
+
+def test_the_arms_of_the_ablation_differ_in_nothing_but_their_rollouts():
+    module = load("ablation")
+    arms = {arm: dict(flat(module.get_config(arm).to_dict())) for arm in module.ARMS}
+    for arm, values in arms.items():
+        read_settings(module.get_config(arm))
+        differing = {key for key in values if values[key] != arms["reterm_grpo"][key]}
+        assert differing <= {"rl.tasks", "rl.states", "rl.fork_at", "rl.steps"}, arm
+        assert (values["rl.steps"] == 0) == (arm == "cold_start")
+    rounds = {arm: v["rl.tasks"] * v["rl.attempts"] + v["rl.states"] * v["rl.forks"] for arm, v in arms.items()}
+    assert len({rounds[arm] for arm in arms if arm != "cold_start"}) == 1
+    with pytest.raises(ValueError, match="has no arm 'ppo'; one of cold_start, grpo"):
+        module.get_config("ppo")
+
+
+def test_tmax_has_its_published_values():
+    settings = read_settings(config("tmax_9b"))
+    loop, step, optimizer, limits = settings.rl.loop, settings.rl.step, settings.rl.optimizer, settings.limits
+    assert (loop.tasks, loop.attempts, loop.states, loop.baseline, loop.standardise) == (8, 32, 0, "mean", False)
+    assert settings.schedule.refills > 0
+    assert (step.objective, step.objective_args, step.aggregation) == ("dppo_tv", {"delta": 0.1}, "token")
+    assert (step.temperature, step.kl_weight, step.entropy_weight) == (1.0, 0.0, 0.0)
+    assert (optimizer.name, optimizer.learning_rate, optimizer.schedule, optimizer.warmup) == (
+        "adamw",
+        1e-6,
+        "constant",
+        0.0,
+    )
+    assert optimizer.clip_norm == settings.sft.optimizer.clip_norm == 1.0
+    assert (limits.max_turns, limits.max_turn_tokens, limits.max_tokens) == (64, 16_384, 65_536)
+    assert (limits.command_timeout, limits.output_limit) == (120.0, 10_000)
+    sft = settings.sft.optimizer
+    assert (sft.learning_rate, sft.schedule, sft.warmup, settings.sft.loop.epochs) == (2e-5, "linear", 0.03, 2)
+
+
+def test_grpo_spends_as_many_attempts_as_reterm_grpo():
+    settings = [read_settings(config(name)).rl for name in ("grpo_9b", "reterm_grpo_9b")]
+    # One program: the memory plan of one holds for the other.
+    assert settings[0].step == settings[1].step and settings[0].optimizer == settings[1].optimizer
+    plain, forked = (rl.loop for rl in settings)
+    attempts = [loop.tasks * loop.attempts + loop.states * loop.forks for loop in (plain, forked)]
+    assert attempts == [256, 256] and plain.states == 0
+    values = [dict(flat(config(name).to_dict())) for name in ("grpo_9b", "reterm_grpo_9b")]
+    assert {key for key in values[0] if values[0][key] != values[1][key]} == {"rl.attempts", "rl.states"}
+
+
+@pytest.mark.parametrize("name", ["sft_9b", "reterm_grpo_9b", "grpo_9b", "tmax_9b"])
 def test_long_rows_of_the_9b_configs(name):
     settings = read_settings(config(name))
     assert settings.sft.loop.row_length == settings.rl.loop.row_length == settings.limits.max_tokens == 65_536
