@@ -45,10 +45,10 @@ class OwnDaemon:
             subprocess.run(["umount", "-l", place], check=False)
         shutil.rmtree(self.directory, ignore_errors=True)
 
-    def restart(self, number: int) -> None:
-        """Ends the daemon, by SIGTERM (number even) or SIGKILL, and starts it again. Blocking."""
+    def restart(self, ending: signal.Signals) -> None:
+        """Ends the daemon by this signal and starts it again. Blocking."""
         assert self._process is not None
-        self._process.send_signal(signal.SIGKILL if number % 2 else signal.SIGTERM)
+        self._process.send_signal(ending)
         self._process.wait()
         self._start()
 

@@ -8,9 +8,10 @@
 
 Anything that a part leaves behind misses the bar too. Each part needs a Docker daemon and the image of
 third_party/sandbox_base. Faults of the soak: the container is killed, or a command runs past its time limit; and with
---restarts the soak runs on a daemon of its own (as root), which is stopped or killed and started again so many times. A
-verdict is wrong where an attempt that did its work is not `solved`, one that did not is not `failed`, or one whose
-container was killed is graded at all; an attempt that lived through a restart may also end as `env_error`.
+--restarts the soak runs on a daemon of its own (as root), which is restarted so many times; one that is killed
+(--crash) can leave processes of containers that it no longer knows. A verdict is wrong where an attempt that did its
+work is not `solved`, one that did not is not `failed`, or one whose container was killed is graded at all; an attempt
+that lived through a restart may also end as `env_error`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import gc
 import os
 import random
 import resource
+import signal
 import socket
 import statistics
 import tempfile
@@ -53,6 +55,7 @@ _AT_ONCE = flags.DEFINE_integer("at_once", 64, "Sandboxes alive at once in `many
 _ATTEMPTS = flags.DEFINE_integer("attempts", 1000, "Attempts of `soak`.", lower_bound=1)
 _FAULTS = flags.DEFINE_float("faults", 0.3, "Share of the soak's attempts that meet a fault.")
 _RESTARTS = flags.DEFINE_integer("restarts", 0, "Restarts of the daemon in `soak`, which then has its own.")
+_CRASH = flags.DEFINE_bool("crash", False, "Restarts come after SIGKILL, not SIGTERM.")
 
 _SETTLE = 30.0  # seconds for processes of removed containers
 _MEGABYTES = 256  # by which our process may grow in `many` and `soak`
@@ -240,7 +243,7 @@ async def _soak(bench: Bench) -> Callable[[], None]:
             done += 1
         if bench.daemon and done >= every * (restarts + 1) and restarts < _RESTARTS.value and not restarting.locked():
             async with restarting:
-                await asyncio.to_thread(bench.daemon.restart, restarts)
+                await asyncio.to_thread(bench.daemon.restart, signal.SIGKILL if _CRASH.value else signal.SIGTERM)
                 restarts += 1
         return found
 
