@@ -44,7 +44,10 @@ setuptools.setup(
         # Data sets in that form, see recovery/dataset.py.
         "parquet": ["pyarrow>=26"],
         # torch is the oracle of the parity tests only; nothing in the package imports it.
-        "dev": ["docker>=7.1", "pyarrow>=26", "pytest>=9.0", "pytest-xdist>=3.8", "pyyaml>=6.0", "ruff>=0.17", "torch==2.13.0"],
+        "dev": [
+            *("docker>=7.1", "pyarrow>=26", "pyyaml>=6.0"),
+            *("pytest>=9.0", "pytest-xdist>=3.8", "ruff>=0.17", "torch==2.13.0"),
+        ],
     },
     entry_points={
         "console_scripts": [
