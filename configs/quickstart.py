@@ -194,6 +194,8 @@ def get_config() -> ml_collections.ConfigDict:
     c.rollout.keep = 3  # of those; a server that is restarted must still find its own
     # What an update does about a server that fails it: exclude (go on without it, if there is another) | stop
     c.rollout.on_failure = "exclude"
+    # A command of bash that restarts the server at $RETERM_SERVER once it failed, and ends; empty: it is waited for.
+    c.rollout.restart = ""
     c.rollout.probe_tolerance = 0.05  # nats, mean |Δ logprob| of the probe: above bfloat16's noise, below other weights
     c.rollout.patience = 600.0  # seconds that a trainer waits for a service that is away, and a turn for a server
 

@@ -13,6 +13,7 @@ from ml_collections import ConfigDict
 from reterm_jax.rollout.groups import Roller
 from reterm_jax.rollout.http_server import HttpServer, check_token, parse_address
 from reterm_jax.rollout.samplers.base import Sampler
+from reterm_jax.rollout.samplers.restart import RestartCommand
 from reterm_jax.rollout.samplers.vllm import VllmSampler
 from reterm_jax.rollout.service import RolloutService, ServiceParts
 from reterm_jax.rollout.store import GroupStore
@@ -68,6 +69,7 @@ def _parts(config: ConfigDict, settings: Settings, work: Workdir, host: SandboxH
             service.vllm,
             stop_id=stop_id,
             on_failure=service.on_failure,
+            restart=RestartCommand(service.restart, service.patience) if service.restart else None,
             tolerance=service.probe_tolerance,
             patience=service.patience,
         )

@@ -59,6 +59,7 @@ class ServiceSettings:
     published: str
     keep: int
     on_failure: Literal["exclude", "stop"]
+    restart: str
     probe_tolerance: float
     patience: float
 

@@ -316,9 +316,9 @@ class VllmSampler:
         """Restarts (if so configured) and brings up what is down, until nothing is."""
         while down := [replica for replica in self._replicas if replica.down]:
             await asyncio.sleep(self._retry_after)
-            for replica in down:
-                if replica.down and self._restart is not None:
-                    await _tried(self._restart(replica.server.url))
+            if self._restart is not None:
+                still = [replica.server.url for replica in down if replica.down]
+                await asyncio.gather(*(_tried(self._restart(url)) for url in still))
             await asyncio.gather(*(self._bring_up(replica) for replica in down if replica.down))
 
 
