@@ -67,7 +67,7 @@ class DockerHost:
         try:
             reap_docker(self.client, run_dir)
             self._cpus: int = self.client.info()["NCPU"]
-        except self.errors.DockerException as error:
+        except (self.errors.DockerException, requests.exceptions.RequestException) as error:
             self.directory.remove()
             raise SandboxUnavailable(f"the Docker daemon fails: {error}") from error
         self._labels = docker_labels(run_dir, run_id, self.directory)

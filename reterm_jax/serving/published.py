@@ -86,7 +86,9 @@ def read_manifest(directory: str | Path) -> Manifest:
         record = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise PublishedError(f"{path}: no such file; give a directory that the trainer published") from None
-    except (ValueError, OSError) as error:
+    except OSError as error:
+        raise PublishedError(f"{path}: cannot be read ({error.strerror}); see its owner and mode") from None
+    except ValueError as error:
         raise PublishedError(f"{path}: not JSON ({error}); publish again") from None
     try:
         if record["format"] != FORMAT:

@@ -68,10 +68,14 @@ def run(config: ConfigDict, workdir: str) -> None:
             snapshot_mb=config.sandbox.snapshot_mb,
             run_id=hashlib.sha256(str(work.root).encode()).hexdigest()[:12],
         )
-        try:
-            asyncio.run(_Stages(config, settings, work, host, stop).run())
-        finally:
-            asyncio.run(host.close())
+        asyncio.run(_run(_Stages(config, settings, work, host, stop), host))
+
+
+async def _run(stages: _Stages, host: SandboxHost) -> None:
+    try:
+        await stages.run()
+    finally:
+        await host.close()  # on this loop, where sandboxes that are being closed can be waited for
 
 
 def run_tasks(config: ConfigDict, workdir: Path, split: str) -> Sequence[Task]:

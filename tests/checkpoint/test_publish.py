@@ -187,3 +187,6 @@ def test_damaged_directories_are_refused_before_the_first_tensor(tmp_path, sourc
     path.unlink()
     with pytest.raises(PublishedError, match="no such file"):
         read_manifest(published.path(1))
+    path.mkdir()
+    with pytest.raises(PublishedError, match="cannot be read \\(Is a directory\\)"):
+        read_manifest(published.path(1))
