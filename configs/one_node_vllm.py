@@ -1,6 +1,7 @@
 """ReTerm-GRPO with a rollout service on one machine: vLLM samples, Docker runs the attempts, JAX trains.
 
-Command:   bash launch/one_node.sh            # stop everything: Ctrl-C, or `bash launch/one_node.sh stop`
+Command:   bash launch/one_node.sh            # with configs/one_node_vllm.py, or --config=FILE
+           Ctrl-C stops everything, and so does `bash launch/one_node.sh stop`.
 Hardware:  2 CPU cores, 12 GB, a Docker daemon; `bash third_party/vllm/install.sh cpu` once.
 Result:    nothing about the method: it shows that the parts work together. The model is too small and too little
            trained to learn anything in five steps. Each step's weights reach vLLM in place, and

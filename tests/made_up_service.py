@@ -69,7 +69,7 @@ class Running:
             )  # fmt: skip
             self.service = RolloutService(parts)
             async with self.service:
-                server = HttpServer(self.service, ("127.0.0.1", self.port), self.token)
+                self.server = server = HttpServer(self.service, ("127.0.0.1", self.port), self.token)
                 self.url = server.url
                 self._ready.set()
                 await self._ended.wait()

@@ -83,6 +83,7 @@ class HttpServer:
         self._thread.start()
 
     async def close(self) -> None:
+        self._server.RequestHandlerClass.ending = True  # of connections that are kept open, too
         await asyncio.to_thread(self._server.shutdown)
         self._server.server_close()
 
@@ -91,6 +92,7 @@ class _Handler(BaseHTTPRequestHandler):
     service: RolloutService
     loop: asyncio.AbstractEventLoop
     token: str
+    ending = False
     protocol_version = "HTTP/1.1"
     timeout = _SOCKET_SECONDS
     server_version, sys_version = "reterm-rollout", ""
@@ -118,7 +120,7 @@ class _Handler(BaseHTTPRequestHandler):
         except RecordError as error:
             self._send(400, _error(str(error)))
         except (Exception, concurrent.futures.CancelledError) as error:
-            if isinstance(error, concurrent.futures.CancelledError) or self.loop.is_closed():
+            if isinstance(error, concurrent.futures.CancelledError) or self.ending or self.loop.is_closed():
                 self.close_connection = True  # who asks again is to reach the next service, not this thread
                 self._send(503, _error("the service is ending"))
             else:

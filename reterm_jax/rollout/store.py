@@ -144,9 +144,10 @@ class GroupStore:
         return dict(self._run("SELECT step, COUNT(*) FROM groups GROUP BY step ORDER BY step", ()))
 
     def close(self) -> None:
-        if self._db is not None:
-            self._db.close()
-            self._db = None
+        with self._lock:
+            if self._db is not None:
+                self._db.close()
+                self._db = None
 
     def __enter__(self) -> Self:
         return self

@@ -8,6 +8,7 @@ import time
 import urllib.error
 import urllib.request
 
+import httpx2
 import pytest
 from made_up import MadeUpRoller
 from made_up_service import IDENTITY, SCHEDULE, Running, opening
@@ -139,6 +140,17 @@ def test_a_trainer_waits_for_a_service_that_is_away(start, publish, tmp_path):
     with pytest.raises(ServiceError, match="did not answer for 0.1 s .*; start it, or correct config.rollout.service"):
         client.batch(1)
     assert said and "is away (" in said[0] and "is back" in said[1]
+
+
+def test_a_service_that_is_ending_is_away_and_does_not_fail(start, publish):
+    """Connections that are kept open outlive the server's socket."""
+    service = start()
+    with trainer(service, publish(0)), httpx2.Client(headers={HEADER: str(PROTOCOL)}) as kept:
+        group = f"{service.url}/v1/batches/0/groups/none"
+        assert kept.get(group).status_code == 410
+        asyncio.run_coroutine_threadsafe(service.server.close(), service.loop).result(30)
+        service.service.store.close()
+        assert kept.get(group).status_code == 503
 
 
 def test_samplers_that_fail_an_update_are_told_to_the_trainer(start, publish):
