@@ -1,7 +1,7 @@
 """The whole bridge with a real vLLM: publish, serve, sample, update in place, refuse stale weights.
 
-The model is tiny, random and of the kind that a plain reload gets wrong: on most CPUs vLLM multiplies with a packed copy
-of a tied LM head. The environment is made by `third_party/vllm/install.sh`; RETERM_VLLM names another place.
+The model is tiny, random and of the kind that a plain reload gets wrong: on most CPUs vLLM multiplies with a packed
+copy of a tied LM head. The environment is made by `third_party/vllm/install.sh`; RETERM_VLLM names another place.
 """
 
 import asyncio
