@@ -132,6 +132,7 @@ def test_publish_serve_sample_update_and_refuse_stale_weights(policy, server):
     publisher, _, _, stop = policy
 
     async def sample(sampler, version):
+        differences = []
         for session, temperature in (("a", 1.0), ("b", 0.7)):
             ids = np.random.default_rng(version).integers(0, 250, 40).tolist()
             for _ in range(2):
@@ -140,9 +141,10 @@ def test_publish_serve_sample_update_and_refuse_stale_weights(policy, server):
                 )
                 assert done.version == version
                 expected = trained(policy, version, ids, done.ids, temperature)
-                differences = np.abs(expected - done.logprobs)
-                assert differences.mean() < 0.03 and differences.max() < 0.15, (version, temperature)
+                differences.extend(np.abs(expected - done.logprobs))
                 ids = [*ids, *done.ids, 5, 6, 7]
+        # bfloat16's noise; a turn can be as short as one token.
+        assert np.mean(differences) < 0.03 and np.max(differences) < 0.15, version
 
     async def test():
         async with VllmSampler([server], stop_id=stop, on_failure="stop", retry_after=1000.0) as sampler:
