@@ -71,6 +71,16 @@ def wait_for_steps(process, metrics, steps, log):
         time.sleep(0.05)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def programs_are_compiled_once(tmp_path_factory):
+    """Runs of the same sizes are the same programs, and compiling them is most of a run's time here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path_factory.mktemp("programs")))
+        patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+        patch.setenv("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+        yield
+
+
 @pytest.fixture(scope="module")
 def killed_and_resumed(tmp_path_factory):
     """A run that was killed with SIGKILL after its first RL step, and then run to its end."""
