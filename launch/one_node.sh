@@ -52,11 +52,11 @@ workdir="$(cd "$workdir" && pwd)"
 if alive "$workdir/launcher.pid"; then fail "$workdir is in use; stop it first: bash launch/one_node.sh stop --workdir=$workdir"; fi
 vllm_port="${RETERM_VLLM_PORT:-8000}" service_port="${RETERM_SERVICE_PORT:-8765}"
 published="$workdir/published"
-flags=("--config=$config" "${flags[@]}" "--config.rollout.published=$published"
-  "--config.rollout.service=http://127.0.0.1:$service_port" "--config.rollout.vllm=('http://127.0.0.1:$vllm_port',)")
 # A server that fails an update is killed, and started again by `keep` below; one that is gone is being started.
 listens="(exec 3<>/dev/tcp/127.0.0.1/$vllm_port) 2>/dev/null"
-flags=("--config.rollout.restart=if $listens; then kill -KILL -- -\$(cat '$workdir/vllm.pid'); fi" "${flags[@]}")
+restart="if $listens; then kill -KILL -- -\$(cat '$workdir/vllm.pid'); fi"
+flags=("--config=$config" "--config.rollout.restart=$restart" "${flags[@]}" "--config.rollout.published=$published"
+  "--config.rollout.service=http://127.0.0.1:$service_port" "--config.rollout.vllm=('http://127.0.0.1:$vllm_port',)")
 export PYTHONPATH="$repo${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 
 newest() { ls -1 "$published" 2>/dev/null | grep -E '^[0-9]+$' | sort -n | tail -1; }
