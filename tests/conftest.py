@@ -2,6 +2,8 @@
 
 import gc
 import os
+import socket
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +27,38 @@ def simulated() -> Callable[[int], dict[str, str]]:
         return {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": package}
 
     return environment
+
+
+@pytest.fixture
+def on_two_processes(simulated) -> Callable[..., None]:
+    """Runs a script as two processes of two CPU devices each, with arguments RANK PORT and then those given.
+
+    Each must end well, and the last thing that it prints be "done".
+    """
+
+    def run(script: str, *arguments: object) -> None:
+        with socket.socket() as probe:
+            probe.bind(("localhost", 0))
+            port = probe.getsockname()[1]
+        processes = [
+            subprocess.Popen(
+                [sys.executable, "-c", script, str(rank), str(port), *map(str, arguments)],
+                env=simulated(2),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(2)
+        ]
+        try:
+            for process in processes:
+                out, error = process.communicate(timeout=600)
+                assert process.returncode == 0 and out.strip().endswith("done"), error[-3000:]
+        finally:
+            for process in processes:
+                process.kill()
+
+    return run
 
 
 @pytest.fixture(autouse=True, scope="module")

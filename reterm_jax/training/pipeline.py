@@ -61,13 +61,7 @@ def run(config: ConfigDict, workdir: str) -> None:
     signal.signal(signal.SIGTERM, stop.handle)
     with open_workdir(workdir, config.to_dict()) as work:
         print(f"workdir {work.root}  seed {config.seed}  devices {jax.device_count()} × {jax.devices()[0].device_kind}")
-        host = make_host(
-            config.sandbox.kind,
-            work.root / "sandboxes",
-            max_concurrent=config.sandbox.concurrent,
-            snapshot_mb=config.sandbox.snapshot_mb,
-            run_id=hashlib.sha256(str(work.root).encode()).hexdigest()[:12],
-        )
+        host = run_host(config, work)
         asyncio.run(_run(_Stages(config, settings, work, host, stop), host))
 
 
@@ -76,6 +70,17 @@ async def _run(stages: _Stages, host: SandboxHost) -> None:
         await stages.run()
     finally:
         await host.close()  # on this loop, where sandboxes that are being closed can be waited for
+
+
+def run_host(config: ConfigDict, work: Workdir, kind: str = "") -> SandboxHost:
+    """What makes the sandboxes of a run, of `config.sandbox.kind` where no other is given."""
+    return make_host(
+        kind or config.sandbox.kind,
+        work.root / "sandboxes",
+        max_concurrent=config.sandbox.concurrent,
+        snapshot_mb=config.sandbox.snapshot_mb,
+        run_id=hashlib.sha256(str(work.root).encode()).hexdigest()[:12],
+    )
 
 
 def run_tasks(config: ConfigDict, workdir: Path, split: str) -> Sequence[Task]:

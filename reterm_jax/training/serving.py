@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import os
 import signal
 from pathlib import Path
@@ -17,9 +16,9 @@ from reterm_jax.rollout.samplers.restart import RestartCommand
 from reterm_jax.rollout.samplers.vllm import VllmSampler
 from reterm_jax.rollout.service import RolloutService, ServiceParts
 from reterm_jax.rollout.store import GroupStore
-from reterm_jax.sandbox import SandboxHost, make_host
+from reterm_jax.sandbox import SandboxHost
 from reterm_jax.tokens.chat import ChatFormat
-from reterm_jax.training.pipeline import run_tasks
+from reterm_jax.training.pipeline import run_host, run_tasks
 from reterm_jax.training.settings import Settings, read_settings, rollout_identity
 from reterm_jax.training.workdir import Workdir, open_workdir
 
@@ -30,13 +29,7 @@ def run(config: ConfigDict, workdir: str, listen: str) -> None:
     token = os.environ.get("RETERM_ROLLOUT_TOKEN", "")
     check_token(address, token)
     with open_workdir(workdir, config.to_dict()) as work:
-        host = make_host(
-            config.rollout.sandbox or config.sandbox.kind,
-            work.root / "sandboxes",
-            max_concurrent=config.sandbox.concurrent,
-            snapshot_mb=config.sandbox.snapshot_mb,
-            run_id=hashlib.sha256(str(work.root).encode()).hexdigest()[:12],
-        )
+        host = run_host(config, work, config.rollout.sandbox)
         with GroupStore(work.root / "groups.sqlite", rollout_identity(config)) as store:
             asyncio.run(_serve(_parts(config, settings, work, host, store), host, address, token))
 

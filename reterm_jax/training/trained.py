@@ -15,11 +15,10 @@ from reterm_jax.evaluation.console import pass_at_k_table
 from reterm_jax.policy.spec import abstract_params
 from reterm_jax.rollout.groups import Roller
 from reterm_jax.rollout.samplers.jax import JaxSampler
-from reterm_jax.sandbox import make_host
 from reterm_jax.tasks.task import Task
 from reterm_jax.training import judging
 from reterm_jax.training.model import Model, load_model
-from reterm_jax.training.pipeline import run_tasks
+from reterm_jax.training.pipeline import run_host, run_tasks
 from reterm_jax.training.settings import read_settings
 from reterm_jax.training.state import abstract_arrays
 from reterm_jax.training.workdir import WorkdirError, find_policy, open_workdir
@@ -103,13 +102,7 @@ def evaluate(config: ConfigDict, policy: Policy, tasks: Sequence[Task] | None, w
             slots=config.sandbox.concurrent,
             max_len=config.agent.max_tokens,
         )
-        host = make_host(
-            config.sandbox.kind,
-            work.root / "sandboxes",
-            max_concurrent=config.sandbox.concurrent,
-            snapshot_mb=config.sandbox.snapshot_mb,
-            run_id=hashlib.sha256(str(work.root).encode()).hexdigest()[:12],
-        )
+        host = run_host(config, work)
         roller = Roller(
             host,
             sampler,

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import socket
-import subprocess
-import sys
-
 from tiny_models import init, tiny_config
 
 from reterm_jax.policy import hf
@@ -15,7 +11,7 @@ import sys
 from pathlib import Path
 import jax, numpy as np
 jax.config.update("jax_disable_most_optimizations", True)
-root, rank, port = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+rank, port, root = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
 jax.distributed.initialize(f"localhost:{port}", 2, rank)
 from reterm_jax.policy import hf
 from reterm_jax.policy.config import QwenConfig
@@ -54,28 +50,9 @@ print("done")
 """
 
 
-def test_each_process_reads_its_part_and_one_writes(key, tmp_path, simulated):
+def test_each_process_reads_its_part_and_one_writes(key, tmp_path, on_two_processes):
     config = tiny_config("qwen3_5", vocab_size=96)
     hf.save_params(tmp_path / "source", init(config, key), config)
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, str(tmp_path), str(rank), str(port)],
-            env=simulated(2),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        for process in processes:
-            out, error = process.communicate(timeout=300)
-            assert process.returncode == 0 and out.strip().endswith("done"), error[-3000:]
-    finally:
-        for process in processes:
-            process.kill()
+    on_two_processes(SCRIPT, tmp_path)
     saved = (tmp_path / "saved" / hf.SINGLE_NAME).read_bytes()
     assert saved == (tmp_path / "source" / hf.SINGLE_NAME).read_bytes()

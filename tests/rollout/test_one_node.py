@@ -170,6 +170,8 @@ def test_a_killed_trainer_goes_on_and_uses_no_group_twice(run):
 def test_a_killed_vllm_goes_on(run):
     run.kill("vllm")
     run.go_on()
+    # Its launcher gives a command for servers that fail, which leaves alone what is starting already.
+    assert "restarted by" in (run.workdir / "service.log").read_text()
     assert all(line["rollout/ungraded_attempts"] <= 1 for line in run.metrics())
 
 

@@ -1,10 +1,6 @@
 """Two processes: what process 0 got is what both have, and its failure is nobody's endless wait."""
 
 import asyncio
-import os
-import socket
-import subprocess
-import sys
 
 import pytest
 
@@ -38,27 +34,8 @@ print("done")
 """
 
 
-def test_two_processes_agree():
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, str(rank), str(port)],
-            env={**os.environ, "JAX_PLATFORMS": "cpu"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        for process in processes:
-            out, error = process.communicate(timeout=300)
-            assert process.returncode == 0 and out.strip().endswith("done"), error[-3000:]
-    finally:
-        for process in processes:
-            process.kill()
+def test_two_processes_agree(on_two_processes):
+    on_two_processes(SCRIPT)
 
 
 def test_one_process_is_not_asked_to_agree():
