@@ -1,6 +1,6 @@
 """What ReTerm-GRPO adds: base, SFT, GRPO, ReTerm-GRPO, and ReTerm-GRPO whose recoveries start at the first error.
 
-Command:   bash launch/ablation.sh [--seeds=3] [--workdir=runs/ablation]
+Command:   bash launch/ablation.sh [--seeds=3] [--arms=grpo,reterm_grpo,reterm_grpo_error] [--workdir=runs/ablation]
            which is `reterm-train --config=configs/ablation.py:ARM` for each seed and arm, then `reterm-compare`.
 Hardware:  2 CPU cores, 8 GB, no GPU, no Docker (bubblewrap sandboxes).
 Result:    runs/ablation/ablation.md (tables), curves.svg and report.html, in less than two hours for 3 seeds; the
@@ -21,12 +21,17 @@ from pathlib import Path
 
 import ml_collections
 
-# By arm: root groups and failure states of a round, and where recoveries start.
+# By arm, what it changes in `rl`. A round has 16 groups, roots and recoveries together.
 ARMS = {
-    "cold_start": None,  # base and SFT, which the others share
-    "grpo": (16, 0, "end"),
-    "reterm_grpo": (8, 8, "end"),
-    "reterm_grpo_error": (8, 8, "error"),
+    "cold_start": {"steps": 0},  # base and SFT, which the others share
+    "grpo": {"tasks": 16, "states": 0},
+    "reterm_grpo": {"tasks": 8, "states": 8},
+    "reterm_grpo_error": {"tasks": 8, "states": 8, "fork_at": "error"},
+    # Not run by default; they say why the others differ. What ReTerm-GRPO's root attempts teach without its recoveries
+    # (they are half of its tokens), and what a smaller or a chosen share of recoveries does.
+    "grpo_half": {"tasks": 16, "states": 0, "step_tokens": 12_000, "name": "GRPO (half the tokens)"},
+    "reterm_grpo_quarter": {"tasks": 12, "states": 4, "name": "ReTerm-GRPO (1/4 recoveries)"},
+    "reterm_grpo_target": {"tasks": 8, "states": 8, "choose": "target", "name": "ReTerm-GRPO (target)"},
 }
 
 
@@ -39,10 +44,7 @@ def get_config(arm: str = "reterm_grpo") -> ml_collections.ConfigDict:
     c.rl.step_tokens = 24_000
     c.eval.attempts = 3
     c.eval.trees = 2
-    if ARMS[arm] is None:
-        c.rl.steps = 0
-    else:
-        c.rl.tasks, c.rl.states, c.rl.fork_at = ARMS[arm]
+    c.rl.update(ARMS[arm])
     return c
 
 

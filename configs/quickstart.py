@@ -107,6 +107,7 @@ def get_config() -> ml_collections.ConfigDict:
         stage.moments_dtype = "float32"  # of Adam's or Muon's moments; bfloat16 saves memory where it is short
 
     c.rl = ml_collections.ConfigDict()
+    c.rl.name = ""  # of the trained policy in tables; empty: GRPO or ReTerm-GRPO, with its fork point if not the end
     c.rl.steps = 12
     c.rl.tasks = 32  # root groups a step
     c.rl.attempts = 8  # G, attempts of a root group

@@ -1,23 +1,31 @@
 #!/usr/bin/env bash
 # Sets up what is missing and compares base, SFT, GRPO, ReTerm-GRPO and ReTerm-GRPO with fork_at=error at equal budgets:
 # configs/ablation.py, about half an hour a seed on 2 cores.
-#   bash launch/ablation.sh [--seeds=N] [--workdir=DIR] [--config.FIELD=VALUE ...]
-# N seeds from 0 on (default 3). Run again with the same --workdir it resumes; with a larger N it adds seeds.
+#   bash launch/ablation.sh [--seeds=N] [--arms=ARM,...] [--workdir=DIR] [--config.FIELD=VALUE ...]
+# N seeds from 0 on (default 3); the arms are those of configs/ablation.py. Run again with the same --workdir it resumes;
+# with a larger N or with other arms it adds them to what is there.
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
 seeds=3
+arms="grpo,reterm_grpo,reterm_grpo_error"
 workdir="$repo/runs/ablation"
 overrides=()
 for argument in "$@"; do
   case "$argument" in
     --seeds=*) seeds="${argument#*=}" ;;
+    --arms=*) arms="${argument#*=}" ;;
     --workdir=*) workdir="${argument#*=}" ;;
     --config.seed=* | --config.start_from=*) fail "$argument: the ablation sets this itself; see --seeds" ;;
     --config.*=*) overrides+=("$argument") ;;
-    *) fail "unknown argument $argument; known are --seeds=N, --workdir=DIR and --config.FIELD=VALUE" ;;
+    *) fail "unknown argument $argument; known are --seeds=N, --arms=ARM,..., --workdir=DIR and --config.FIELD=VALUE" ;;
   esac
 done
 [[ "$seeds" =~ ^[1-9][0-9]*$ ]] || fail "--seeds=$seeds: give how many, 1 or more"
+[ -n "$arms" ] || fail "--arms=: give one arm or more of configs/ablation.py"
+for arm in ${arms//,/ }; do
+  [ "$arm" != cold_start ] && grep -q "^    \"$arm\":" "$repo/configs/ablation.py" ||
+    fail "--arms=$arms: configs/ablation.py has no arm $arm to train"
+done
 
 make_environment ""
 need_bubblewrap
@@ -52,7 +60,7 @@ train() {
 
 for ((seed = 0; seed < seeds; seed++)); do
   train "$seed" cold_start --config.rl.steps=0
-  for arm in grpo reterm_grpo reterm_grpo_error; do
+  for arm in ${arms//,/ }; do
     train "$seed" "$arm" --config.start_from="$workdir/seed$seed/cold_start"
   done
 done

@@ -32,7 +32,7 @@ class Origin:
 def open_origin(path: str | os.PathLike[str], config: Mapping[str, Any]) -> Origin:
     """
     Args:
-      config: of the run that takes over; all but its `rl` must be as in that run.
+      config: of the run that takes over; all but its `rl` and `rollout` must be as in that run.
 
     Raises:
       WorkdirError: there is no such run, it has not finished, it took over itself, or its config differs.
@@ -48,7 +48,7 @@ def open_origin(path: str | os.PathLike[str], config: Mapping[str, Any]) -> Orig
     if difference:
         raise WorkdirError(
             f"config.start_from: the run in {path} has another config: {difference}. Where SFT and its evaluation are "
-            "shared, only config.rl may differ"
+            "shared, only config.rl and config.rollout may differ"
         )
     report = work.root / "report.json"
     if work.read_json("phases/sft.json") is None or not report.exists():

@@ -205,6 +205,8 @@ class _Stages:
     @property
     def rl_name(self) -> str:
         rl = self.config.rl
+        if rl.name:
+            return rl.name
         return "GRPO" if not rl.states else "ReTerm-GRPO" if rl.fork_at == "end" else f"ReTerm-GRPO ({rl.fork_at})"
 
     def _roller(self, sampler: JaxSampler) -> Roller:

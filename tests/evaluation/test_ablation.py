@@ -155,6 +155,7 @@ def test_unfinished_and_missing_runs_are_named(root, tmp_path):
     ("argument", "said"),
     [
         ("--seeds=0", "--seeds=0: give how many, 1 or more"),
+        ("--arms=grpo,ppo", "--arms=grpo,ppo: configs/ablation.py has no arm ppo"),
         ("--seed=3", "unknown argument --seed=3"),
         ("--config.seed=3", "--config.seed=3: the ablation sets this itself"),
     ],

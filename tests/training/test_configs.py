@@ -62,7 +62,9 @@ def test_the_arms_of_the_ablation_differ_in_nothing_but_their_rollouts():
     for arm, values in arms.items():
         read_settings(module.get_config(arm))
         differing = {key for key in values if values[key] != arms["reterm_grpo"][key]}
-        assert differing <= {"rl.tasks", "rl.states", "rl.fork_at", "rl.steps"}, arm
+        rollouts = {"tasks", "states", "fork_at", "choose", "steps", "step_tokens", "name"}
+        assert differing <= {f"rl.{field}" for field in rollouts}, arm
+        assert (values["rl.step_tokens"] != arms["reterm_grpo"]["rl.step_tokens"]) == (arm == "grpo_half")
         assert (values["rl.steps"] == 0) == (arm == "cold_start")
     rounds = {arm: v["rl.tasks"] * v["rl.attempts"] + v["rl.states"] * v["rl.forks"] for arm, v in arms.items()}
     assert len({rounds[arm] for arm in arms if arm != "cold_start"}) == 1
