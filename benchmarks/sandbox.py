@@ -47,7 +47,7 @@ from reterm_jax.tasks.task import Task
 from reterm_jax.tasks.verifier import verify
 
 _PART = flags.DEFINE_enum("part", "command", ["command", "fork", "size", "many", "soak"], "What is measured.")
-_REPEATS = flags.DEFINE_integer("repeats", 30, "Turns of `command`.", lower_bound=1)
+_REPEATS = flags.DEFINE_integer("repeats", 10, "Turns of `command` and of `fork`.", lower_bound=1)
 _FORKS = flags.DEFINE_integer("forks", 8, "K of `fork`.", lower_bound=1)
 _DEPTH = flags.DEFINE_integer("depth", 20, "Commands before the fork, and of each sandbox of `many`.", lower_bound=1)
 _SIZES = flags.DEFINE_list("sizes", ["1", "16", "128", "512", "2000"], "Megabytes of `size`.")
@@ -179,18 +179,22 @@ async def _fork(bench: Bench) -> Callable[[], None]:
         return box
 
     first = await replayed()
-    begun = time.perf_counter()
-    snapshot = await first.snapshot()
-    forks = await asyncio.gather(*(host.fork(snapshot, task) for _ in range(_FORKS.value)))
-    forking = time.perf_counter() - begun
-    await asyncio.gather(*(box.close() for box in forks))
-    begun = time.perf_counter()
-    boxes = await asyncio.gather(*(replayed() for _ in range(_FORKS.value)))
-    replaying = time.perf_counter() - begun
-    for box in boxes:
-        await box.close()
+    seconds: dict[str, list[float]] = {"forks": [], "replays": []}
+    for _ in range(_REPEATS.value):
+        begun = time.perf_counter()
+        snapshot = await first.snapshot()
+        forks = await asyncio.gather(*(host.fork(snapshot, task) for _ in range(_FORKS.value)))
+        seconds["forks"].append(time.perf_counter() - begun)
+        await asyncio.gather(*(box.close() for box in forks))
+        await host.release(snapshot)
+        begun = time.perf_counter()
+        boxes = await asyncio.gather(*(replayed() for _ in range(_FORKS.value)))
+        seconds["replays"].append(time.perf_counter() - begun)
+        await asyncio.gather(*(box.close() for box in boxes))
+    forking, replaying = (statistics.median(times) for times in seconds.values())
+    ratio = statistics.median(b / a for a, b in zip(*seconds.values(), strict=True))
     print(f"K = {_FORKS.value}, depth {_DEPTH.value}: snapshot and forks {forking:.2f} s, replays {replaying:.2f} s")
-    return lambda: finish("sandbox fork", replaying / forking, "times as fast as replaying", 5.0)
+    return lambda: finish("sandbox fork", ratio, "times as fast as replaying", 5.0)
 
 
 async def _size(bench: Bench) -> Callable[[], None]:
@@ -241,6 +245,8 @@ async def _soak(bench: Bench) -> Callable[[], None]:
             before = restarts
             found = await _attempt(bench, index, faults[index], lambda: restarts != before or restarting.locked())
             done += 1
+        if done % 100 == 0:
+            print(f"{done} of {_ATTEMPTS.value} attempts, {time.perf_counter() - begun:.0f} s", flush=True)
         if bench.daemon and done >= every * (restarts + 1) and restarts < _RESTARTS.value and not restarting.locked():
             async with restarting:
                 await asyncio.to_thread(bench.daemon.restart, signal.SIGKILL if _CRASH.value else signal.SIGTERM)

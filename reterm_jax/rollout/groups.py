@@ -13,6 +13,7 @@ from typing import TypeVar
 from reterm_jax.agent.episode import AgentLimits, Attempt, FailureState, run_attempt
 from reterm_jax.agent.fork_points import ForkAt
 from reterm_jax.rollout.live_processes import LiveProcesses
+from reterm_jax.rollout.restore import Forks
 from reterm_jax.rollout.samplers.base import Sampler
 from reterm_jax.rollout.seeds import seed_of
 from reterm_jax.sandbox.base import SandboxError, SandboxHost, Snapshot
@@ -82,7 +83,8 @@ class Roller:
         self, task: Task, state: FailureState, forks: int, seed: str, gate: Gate, keep: bool = False
     ) -> tuple[Group, list[FailureState]]:
         """Runs `forks` recoveries from one failure state. Returns the group and, with `keep`, the states it left."""
-        attempts, left = await self._attempts(task, forks, seed, gate, start=state, keep=keep)
+        async with Forks(self, task, state) as sandboxes:
+            attempts, left = await self._attempts(task, forks, seed, gate, start=state, keep=keep, forks=sandboxes)
         return Group("recovery", task.id, attempts, state), left
 
     async def release(self, snapshot: Snapshot) -> None:
@@ -93,10 +95,18 @@ class Roller:
             logging.warning("snapshot %s is left for now: %s", snapshot.id, error)
 
     async def _attempts(
-        self, task: Task, size: int, seed: str, gate: Gate, *, start: FailureState | None, keep: bool
+        self,
+        task: Task,
+        size: int,
+        seed: str,
+        gate: Gate,
+        *,
+        start: FailureState | None,
+        keep: bool,
+        forks: Forks | None = None,
     ) -> tuple[tuple[Attempt, ...], list[FailureState]]:
         results = await until_good(
-            lambda index: self.attempt(task, f"{seed}/{index}", gate, start=start, keep=keep),
+            lambda index: self.attempt(task, f"{seed}/{index}", gate, start=start, keep=keep, forks=forks),
             lambda result: result[0].outcome is not None and result[0].outcome.graded,
             wanted=size,
             spares=self.spares,
@@ -104,25 +114,39 @@ class Roller:
         return tuple(attempt for attempt, _ in results), [state for _, state in results if state is not None]
 
     async def attempt(
-        self, task: Task, name: str, gate: Gate, *, start: FailureState | None, keep: bool
+        self,
+        task: Task,
+        name: str,
+        gate: Gate,
+        *,
+        start: FailureState | None,
+        keep: bool,
+        forks: Forks | None = None,
     ) -> tuple[Attempt, FailureState | None]:
         """One attempt called `name`, which also seeds it; with `keep`, the failure state that it left, if it failed.
 
         Where the environment failed (a container or a daemon was lost) it is done again, once.
+
+        Args:
+          start: the state that it recovers from, if it does.
+          forks: sandboxes in that state, which other recoveries share; None: of its own.
         """
-        attempt, state = await self._attempt(task, name, gate, start=start, keep=keep)
+        if start is not None and forks is None:
+            async with Forks(self, task, start) as own:
+                return await self.attempt(task, name, gate, start=start, keep=keep, forks=own)
+        attempt, state = await self._attempt(task, name, gate, start, keep, forks)
         if attempt.outcome is not None and attempt.outcome.status == "env_error":
             logging.warning("attempt %s: the environment failed (%s); doing it again", name, attempt.outcome.detail)
-            attempt, state = await self._attempt(task, name, gate, start=start, keep=keep)
+            attempt, state = await self._attempt(task, name, gate, start, keep, forks)
         return attempt, state
 
     async def _attempt(
-        self, task: Task, name: str, gate: Gate, *, start: FailureState | None, keep: bool
+        self, task: Task, name: str, gate: Gate, start: FailureState | None, keep: bool, forks: Forks | None
     ) -> tuple[Attempt, FailureState | None]:
         async with gate:
             sandbox = None
             try:
-                sandbox = await (self.host.fork(start.snapshot, task) if start else self.host.start(task))
+                sandbox = await (forks.sandbox() if forks else self.host.start(task))
                 if start:
                     user = task.config.agent.user
                     await self.live_processes.restore(sandbox, start.snapshot.live_processes, user)

@@ -7,7 +7,17 @@ from reterm_jax.sandbox.base import (
     SandboxHost,
     SandboxUnavailable,
     Snapshot,
+    SnapshotLost,
 )
 from reterm_jax.sandbox.hosts import make_host
 
-__all__ = ["ExecResult", "Sandbox", "SandboxError", "SandboxHost", "SandboxUnavailable", "Snapshot", "make_host"]
+__all__ = [
+    "ExecResult",
+    "Sandbox",
+    "SandboxError",
+    "SandboxHost",
+    "SandboxUnavailable",
+    "Snapshot",
+    "SnapshotLost",
+    "make_host",
+]

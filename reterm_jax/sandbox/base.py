@@ -29,6 +29,10 @@ class SandboxError(RuntimeError):
     """A fault of the environment, never of the agent: an attempt that meets it is not graded."""
 
 
+class SnapshotLost(SandboxError):
+    """A snapshot is not there any more: it went with its daemon, or for newer ones."""
+
+
 class TamperError(SandboxError):
     """What only private commands may write was written, or put in place, by something else in the sandbox."""
 

@@ -6,7 +6,7 @@ import contextlib
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
 
-from reterm_jax.sandbox.base import SandboxError, Snapshot
+from reterm_jax.sandbox.base import Snapshot, SnapshotLost
 
 
 class SnapshotBudget:
@@ -45,12 +45,12 @@ class SnapshotBudget:
         finally:
             self._in_use[snapshot] -= 1
 
-    def missing(self, snapshot: Snapshot, task_id: str) -> SandboxError:
+    def missing(self, snapshot: Snapshot, task_id: str) -> SnapshotLost:
         """The error for a snapshot that is not held."""
         name = f"task {task_id}: snapshot {snapshot.id}"
         if snapshot.id in self._evicted:
             limit = 0 if self._limit is None else self._limit >> 20
-            return SandboxError(
+            return SnapshotLost(
                 f"{name} was given up for newer ones, as all may take {limit} MB: raise config.sandbox.snapshot_mb"
             )
-        return SandboxError(f"{name} of {snapshot.owner} is not held by this host")
+        return SnapshotLost(f"{name} of {snapshot.owner} is not held by this host")

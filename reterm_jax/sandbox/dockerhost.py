@@ -76,6 +76,7 @@ class DockerHost:
         self._slots = asyncio.Semaphore(max_concurrent)
         self._starts, self._builds = asyncio.Semaphore(_STARTS), asyncio.Semaphore(_BUILDS)
         self.load = 0  # sandboxes alive, starting or waiting
+        self._away = False  # as far as is known; whoever notices first says so
         self._live: set[DockerSandbox] = set()
         self._images: dict[str, Image] = {}
         self._building: dict[str, asyncio.Lock] = {}
@@ -156,7 +157,11 @@ class DockerHost:
         failures, begun = 0, time.monotonic()
         while True:
             try:
-                return await self.call(function, what)
+                done = await self.call(function, what)
+                if self._away:
+                    self._away = False
+                    logging.warning("the Docker daemon is back")
+                return done
             except SandboxError as error:
                 cause = error.__cause__
                 failures += 1
@@ -164,7 +169,11 @@ class DockerHost:
                 failed = isinstance(cause, self.errors.APIError) and cause.is_server_error() and failures == 1
                 if not away and not failed:
                     raise
-                logging.warning("%s; trying again", error)
+                if failed:
+                    logging.warning("%s; trying again", error)
+                elif not self._away:  # said once, not by all that wait
+                    self._away = True
+                    logging.warning("%s; the Docker daemon is waited for, %.0f s", error, PATIENCE)
             await asyncio.sleep(_PAUSE)
 
     async def save(self, container: Any, image: Image) -> Snapshot:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from reterm_jax.sandbox.base import SandboxError, Snapshot
+from reterm_jax.sandbox.base import SandboxError, Snapshot, SnapshotLost
 from reterm_jax.sandbox.dockerhost import DockerHost
 from reterm_jax.sandbox.dockersandbox import DockerSandbox
 
@@ -46,18 +46,22 @@ class DockerPool:
             try:
                 return await self._hosts[index].start(task)
             except SandboxError as error:
-                if await self._hosts[index].answers():
+                if not await self._is_lost(index, error):
                     raise
-                self._lost.add(index)
-                logging.warning("a Docker daemon is lost (%s); going on with the others", error)
 
     async def fork(self, snapshot: Snapshot, task: Task) -> DockerSandbox:
         index = self._holder(snapshot)
         if index is None:
-            raise SandboxError(f"task {task.id}: snapshot {snapshot.id} of {snapshot.owner} is not held by this host")
+            raise SnapshotLost(f"task {task.id}: snapshot {snapshot.id} of {snapshot.owner} is not held by this host")
+        lost = SnapshotLost(f"task {task.id}: snapshot {snapshot.id} is on a Docker daemon that is lost")
         if index in self._lost:
-            raise SandboxError(f"task {task.id}: snapshot {snapshot.id} is on a Docker daemon that is lost")
-        return await self._hosts[index].fork(snapshot, task)
+            raise lost
+        try:
+            return await self._hosts[index].fork(snapshot, task)
+        except SandboxError as error:
+            if await self._is_lost(index, error):
+                raise lost from error
+            raise
 
     async def release(self, snapshot: Snapshot) -> None:
         index = self._holder(snapshot)
@@ -66,6 +70,15 @@ class DockerPool:
 
     async def close(self) -> None:
         await asyncio.gather(*(host.close() for host in self._hosts), return_exceptions=True)
+
+    async def _is_lost(self, index: int, fault: SandboxError) -> bool:
+        """Whether a daemon that failed is gone; then it is taken out."""
+        if await self._hosts[index].answers():
+            return False
+        if index not in self._lost:
+            logging.warning("a Docker daemon is lost (%s); going on with the others", fault)
+        self._lost.add(index)
+        return True
 
     def _holder(self, snapshot: Snapshot) -> int | None:
         return next((i for i, host in enumerate(self._hosts) if host.directory.id == snapshot.owner), None)

@@ -182,6 +182,34 @@ def test_a_lost_state_is_made_again_from_its_commands(roller, task, tmp_path):
     assert list((roller.host.directory.path / "snapshots").iterdir()) == []
 
 
+def test_recoveries_whose_snapshot_is_lost_start_from_one_that_is_made_again(roller, task, monkeypatch):
+    """Once for the whole group, and not where it would be another state: those recoveries are no verdict."""
+    starts, real_start = [], roller.host.start
+
+    async def counted(of):
+        starts.append(of.id)
+        return await real_start(of)
+
+    async def go():
+        gate = asyncio.Semaphore(1)  # no room for a sandbox beside those of the recoveries
+        _, state = await roller.attempt(task, "failed", gate, start=None, keep=True)
+        await roller.host.release(state.snapshot)
+        monkeypatch.setattr(roller.host, "start", counted)
+        groups = [(await roller.recovery_group(task, state, 3, "fork", gate))[0]]
+        assert len(starts) == 1
+        another = dataclasses.replace(state.turns[0], output="another")
+        for lost in (dataclasses.replace(state, turns=(another,)), dataclasses.replace(state, depth=1)):
+            groups.append((await roller.recovery_group(task, lost, 1, "lost", gate))[0])
+        return groups
+
+    again, differs, deeper = asyncio.run(go())
+    assert again.rewards == [1.0, 1.0, 1.0]
+    for group in (differs, deeper):
+        (lost,) = group.attempts
+        assert lost.outcome.status == "env_error" and "not held by this host" in lost.outcome.detail
+    assert list((roller.host.directory.path / "snapshots").iterdir()) == []
+
+
 @pytest.mark.parametrize(("away", "status"), [(5.0, "failed"), (0.0, "timeout")])
 def test_time_that_the_sampler_was_away_is_not_the_policys(roller, task, away, status):
     """The attempt is done again; one that was slow by itself has failed."""

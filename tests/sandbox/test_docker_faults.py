@@ -13,7 +13,7 @@ import pytest
 from conftest import Bench, make_task, why_not
 from docker_proxy import DAEMON, DockerProxy
 
-from reterm_jax.sandbox import SandboxError, SandboxHost, make_host
+from reterm_jax.sandbox import SandboxError, SandboxHost, SnapshotLost, make_host
 from reterm_jax.sandbox.reaper import run_label
 from reterm_jax.tasks.verifier import verify
 
@@ -43,7 +43,10 @@ def left(run_dir: Path) -> int:
 
 
 async def test_a_daemon_that_is_away_is_waited_for(
-    proxies: list[DockerProxy], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    proxies: list[DockerProxy],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     host = host_at(proxies[:1], tmp_path, monkeypatch)
     task = make_task(tmp_path)
@@ -54,11 +57,14 @@ async def test_a_daemon_that_is_away_is_waited_for(
         proxies[0].cut()
         with pytest.raises(SandboxError):  # it may have done half its work: not repeated
             await running
-        starting = asyncio.ensure_future(host.start(task))
+        starting = [asyncio.ensure_future(host.start(task)) for _ in range(2)]
         await asyncio.sleep(1.5)
-        assert not starting.done()
+        assert not any(start.done() for start in starting)
         proxies[0].mend()
-        other = await starting
+        other, third = await asyncio.gather(*starting)
+        await third.close()
+        said = [record.message for record in caplog.records if "the Docker daemon is" in record.message]
+        assert len(said) == 2 and "waited for, 60 s" in said[0] and said[1].endswith("is back"), "once, not by each"
         assert (await other.exec("echo there", timeout=20)).output == "there\n"
         proxies[0].drop()
         await asyncio.sleep(0.2)
@@ -92,9 +98,11 @@ async def test_several_daemons_share_and_a_lost_one_is_taken_out(
         third = await host.start(task)  # its turn would be the first's
         assert (await third.exec("echo on", timeout=20)).output == "on\n"
         assert (await fork.exec("echo on", timeout=20)).output == "on\n"
-        with pytest.raises(SandboxError, match="lost"):
+        with pytest.raises(SnapshotLost, match="lost"):
             await host.fork(snapshots[0], task)
         proxies[1].cut()
+        with pytest.raises(SnapshotLost, match="lost"):  # nothing was started there since
+            await host.fork(snapshots[1], task)
         with pytest.raises(SandboxError, match="none of the 2 Docker daemons"):
             await host.start(task)
         for proxy in proxies:
@@ -146,7 +154,7 @@ async def test_the_oldest_snapshots_go_where_the_disk_budget_ends(kind: str, tmp
             await box.exec("head -c 10M /dev/urandom > /app/state", timeout=20)
             snapshots.append(await box.snapshot())
         await box.close()
-        with pytest.raises(SandboxError, match=r"given up for newer ones.*25 MB.*snapshot_mb"):
+        with pytest.raises(SnapshotLost, match=r"given up for newer ones.*25 MB.*snapshot_mb"):
             await host.fork(snapshots[0], task)
         for snapshot in snapshots[1:]:
             fork = await host.fork(snapshot, task)
