@@ -12,7 +12,9 @@ from reterm_jax.sandbox.output import BoundedOutput
 
 __all__ = ["COMMAND_FD", "Broken", "Call", "Runners", "run"]
 
+INCOMPLETE = 97  # exit status of a fork whose state is not complete
 _PROBE_SECONDS = 10.0
+_CONFLICT = 409  # Docker's answer for a container that does not run
 _SETTLE = 2.0  # in which the daemon notices that a container, or a shell in one, has ended
 _PAUSE = 0.05
 
@@ -44,7 +46,7 @@ class Runners:
             except Ended as ended:
                 if ended.begun:
                     return _explained(self._api, self._container, call, runner, ended)
-        runner = Runner(self._api, self._container, call.user)
+        runner = _opened(self._api, self._container, call.user)
         try:
             return self._kept(runner, call)
         except Ended as ended:
@@ -78,7 +80,7 @@ def run(api: Any, container: str, call: Call) -> tuple[int, BoundedOutput]:
 
     Raises Broken if the container runs but cannot run commands, SandboxError if it has ended or fails to answer.
     """
-    runner = Runner(api, container, call.user)
+    runner = _opened(api, container, call.user)
     try:
         return runner.run(call)
     except Ended as ended:
@@ -87,10 +89,21 @@ def run(api: Any, container: str, call: Call) -> tuple[int, BoundedOutput]:
         runner.close()
 
 
+def _opened(api: Any, container: str, user: str) -> Runner:
+    from docker.errors import APIError
+
+    try:
+        return Runner(api, container, user)
+    except APIError as error:
+        if error.status_code == _CONFLICT:
+            _check_runs(api, container)
+        raise
+
+
 def _explained(api: Any, container: str, call: Call, runner: Runner, ended: Ended) -> tuple[int, BoundedOutput]:
     """Has the container ended, has the command killed its shell, or can nothing run any more?"""
     _check_runs(api, container)
-    probe = Runner(api, container, "")
+    probe = _opened(api, container, "")
     try:
         probe.run(Call("", ":", _PROBE_SECONDS, call.processes, "", {}))
     except Ended:
@@ -113,5 +126,7 @@ def _check_runs(api: Any, container: str) -> None:
     """Raises SandboxError if the container has ended."""
     state = api.inspect_container(container)["State"]
     if not state["Running"]:
+        if state["ExitCode"] == INCOMPLETE:
+            raise SandboxError(f"container {container}: the state that it was forked from is not complete")
         memory = ": out of memory" if state.get("OOMKilled") else ""
         raise SandboxError(f"container {container} has ended while a command ran{memory}")

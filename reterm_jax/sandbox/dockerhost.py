@@ -26,6 +26,7 @@ from reterm_jax.sandbox.base import (
     SandboxError,
     SandboxUnavailable,
     Snapshot,
+    SnapshotLost,
 )
 from reterm_jax.sandbox.budget import SnapshotBudget
 from reterm_jax.sandbox.diskwatch import DiskWatch
@@ -115,7 +116,12 @@ class DockerHost:
         if snapshot.id not in self._snapshots:
             raise self._budget.missing(snapshot, task.id)
         with self._budget.in_use(snapshot.id):
-            return await self._make(self._snapshots[snapshot.id], task)
+            try:
+                return await self._make(self._snapshots[snapshot.id], task)
+            except SandboxError as error:
+                if isinstance(error.__cause__, self.errors.ImageNotFound):
+                    raise SnapshotLost(f"snapshot {snapshot.id}: {error}") from error
+                raise
 
     async def release(self, snapshot: Snapshot) -> None:
         await self._forget(snapshot.id)
@@ -251,7 +257,7 @@ class DockerHost:
         container = self._create(
             limits.disk_mb,
             image=image.name,
-            entrypoint=dockersnapshot.IDLE,
+            entrypoint=dockersnapshot.idle(image),
             name=name,
             hostname="sandbox",
             labels=self._labels,
@@ -274,8 +280,6 @@ class DockerHost:
         try:
             if image.skeleton:  # a snapshot has it already, perhaps changed by the agent
                 container.put_archive("/", _skeleton())
-            if image.sentinel:
-                dockersnapshot.check(container, image)
             container.start()
             dockersnapshot.restore(self.client, container, image)
             dockercompose.start(self.client, container, image.services, limits, self._labels, cpus)

@@ -2,16 +2,15 @@
 
 A commit leaves out mounts and processes. What lies in mounts (`/dev/shm`, volumes of the image) is copied into the
 container's own files before the commit and back in each fork; what cannot be copied refuses the snapshot. Processes are
-recorded. A sentinel written just before the commit must be found in each fork.
+recorded. A sentinel written just before the commit must be found in each fork: its process 1 looks for it, and ends
+with the container where it is not there, so that no command runs in a state that is not complete.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import io
 import secrets
 import shlex
-import tarfile
 from typing import Any
 
 from reterm_jax.sandbox import dockerexec, shell
@@ -24,7 +23,7 @@ MAX_LAYERS = 100
 # Process 1 of each container; unlike `sleep` alone, bash collects processes whose parents are gone. The odd number of
 # seconds tells its own child from an agent's.
 IDLE_SECONDS = "86397"
-IDLE = ["bash", "-c", f"while :; do sleep {IDLE_SECONDS} & wait $!; done"]
+_IDLE = f"while :; do sleep {IDLE_SECONDS} & wait $!; done"
 
 _SENTINEL = f"{shell.STATE_DIR}/sentinel"
 _KEPT = f"{shell.STATE_DIR}/mounts"
@@ -95,23 +94,10 @@ def save(client: Any, container: Any, image: Image, name: str) -> tuple[Image, t
     return saved, processes + tuple(f"service {service.name}" for service in image.services)
 
 
-def check(container: Any, image: Image) -> None:
-    """Proves that the files of a fork, which need not have been started, are all there. Blocking, and takes no command
-    in the container. Raises SandboxError where they are not."""
-    from docker import errors
-
-    try:
-        stream, _ = container.get_archive(_SENTINEL)
-        with tarfile.open(fileobj=io.BytesIO(b"".join(stream))) as tar:
-            file = tar.extractfile(tar.getmembers()[0])
-            found = file.read(100).decode("ascii", "replace").strip() if file else "a directory"
-    except errors.NotFound:
-        found = "missing"
-    except tarfile.TarError as error:
-        found = f"unreadable ({error})"
-    if found != image.sentinel:
-        problem = f"the state of {image.name} is not complete: the sentinel is {found}, not {image.sentinel}"
-        raise SandboxError(f"container {container.name}: {problem}")
+def idle(image: Image) -> list[str]:
+    """Process 1 of a container of `image`; in a fork it first proves that the state is there."""
+    proof = f'[ "$(< {_SENTINEL})" = {image.sentinel} ] || exit {dockerexec.INCOMPLETE}; ' if image.sentinel else ""
+    return ["bash", "-c", f"{proof}{_IDLE}"]
 
 
 def restore(client: Any, container: Any, image: Image) -> None:
