@@ -28,6 +28,7 @@ setuptools.setup(
         "ml-dtypes>=0.5",
         "numpy>=2.4",
         "optax>=0.2.8",
+        "orjson>=3.11",
         "orbax-checkpoint>=0.12.8",
         "prometheus-client>=0.26",
         "safetensors>=0.8",

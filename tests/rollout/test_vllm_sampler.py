@@ -208,6 +208,22 @@ def test_an_update_keeps_running_turns_and_hands_out_no_answer_before_the_probe(
     assert (old, new) == (1, 2)
 
 
+def test_turns_wait_for_their_place_and_an_update_does_not(fakes, published):
+    (fake,) = fakes()
+    fake.delay = 0.4
+
+    async def test(sampler):
+        begun = len(fake.calls)
+        turns = [asyncio.ensure_future(turn(sampler, session)) for session in "abc"]
+        await asyncio.sleep(0.1)
+        await sampler.update(published[2])
+        await asyncio.gather(*turns)
+        return [path for path, body in fake.calls[begun:] if "prompt_logprobs" not in str(body)]
+
+    order = [path for path in run([fake], published, test, turns=1) if path in (GENERATE, "/pause")]
+    assert order == [GENERATE, "/pause", GENERATE, GENERATE]
+
+
 def test_a_stale_server_is_refused_and_the_others_go_on(fakes, published):
     stale, good = fakes(2)
 

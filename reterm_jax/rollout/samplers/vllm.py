@@ -19,7 +19,6 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
-import httpx2
 import numpy as np
 
 from reterm_jax.rollout.samplers.base import Completion, SamplerError
@@ -74,7 +73,7 @@ class VllmSampler:
       tolerance: largest mean |Δ logprob| of the probe, in nats: above the noise of bfloat16, below other weights.
       patience: seconds for which a turn waits for a server when none is there.
       retry_after: seconds between two attempts to take a failed server back.
-      connections: open ones per server, at most.
+      turns: sampled by a server at once, at most.
     """
 
     def __init__(
@@ -88,16 +87,13 @@ class VllmSampler:
         tolerance: float = 0.05,
         patience: float = 600.0,
         retry_after: float = 10.0,
-        connections: int = 256,
+        turns: int = 256,
     ) -> None:
         if not urls or len(set(urls)) != len(urls):
             raise SamplerError(f"urls = {list(urls)}: name each vLLM server once, and one at least")
         self._stop_id, self._on_failure, self._restart = stop_id, on_failure, restart
         self._tolerance, self._patience, self._retry_after = tolerance, patience, retry_after
-        total = connections * len(urls)
-        pool = httpx2.Limits(max_connections=total, max_keepalive_connections=total)
-        self._client = httpx2.AsyncClient(limits=pool, trust_env=False)
-        self._replicas = [_Replica(VllmServer(url, self._client, limits)) for url in urls]
+        self._replicas = [_Replica(VllmServer(url, limits, turns)) for url in urls]
         self._sessions: dict[str, _Replica] = {}
         self._homes: collections.OrderedDict[tuple[int, ...], _Replica] = collections.OrderedDict()
         self._published: tuple[str, Manifest] | None = None
@@ -134,7 +130,7 @@ class VllmSampler:
         if self._watch is not None:
             self._watch.cancel()
             await asyncio.gather(self._watch, return_exceptions=True)
-        await self._client.aclose()
+        await asyncio.gather(*(replica.server.close() for replica in self._replicas))
 
     async def generate(
         self,
