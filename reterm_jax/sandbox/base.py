@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
 if TYPE_CHECKING:
+    from reterm_jax.tasks.config import Phase
     from reterm_jax.tasks.task import Task
 
 SandboxKind = Literal["bubblewrap", "docker"]
@@ -113,6 +114,10 @@ class Sandbox(Protocol):
         Raises FileNotFoundError if `source` does not exist in the sandbox; where `private` is set, TamperError if
         `source` is no private directory any more or holds a file that no private command wrote.
         """
+        ...
+
+    async def set_network(self, phase: Phase) -> None:
+        """Lets it reach what the task allows in that phase; it begins in the agent's. Needed where the two differ."""
         ...
 
     async def snapshot(self) -> Snapshot:

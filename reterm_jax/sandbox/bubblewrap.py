@@ -29,6 +29,7 @@ from reterm_jax.sandbox.process import Finished, disk_errors, disk_full, memory_
 from reterm_jax.sandbox.reaper import HostDir, claim
 
 if TYPE_CHECKING:
+    from reterm_jax.tasks.config import Phase
     from reterm_jax.tasks.task import Task
 
 _USERS = (None, "", "root", "agent")
@@ -135,6 +136,9 @@ class BubblewrapSandbox:
             file.seek(0)
             with disk_errors(target):
                 await asyncio.to_thread(archive.unpack, file, path.rsplit("/", 1)[1], target)
+
+    async def set_network(self, phase: Phase) -> None:
+        """Nothing: a task whose agent or verifier has a network is refused."""
 
     async def snapshot(self) -> Snapshot:
         async with self._use():

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import requests  # which `docker` depends on
 
-from reterm_jax.sandbox import dockercompose, dockerimage, dockersnapshot, shell
+from reterm_jax.sandbox import dockercompose, dockerimage, dockernetwork, dockersnapshot, shell
 from reterm_jax.sandbox.base import (
     LOG_DIRS,
     SandboxError,
@@ -263,7 +263,7 @@ class DockerHost:
             labels=self._labels,
             environment=dict(image.env),
             working_dir=image.workdir,
-            network_mode=image.network,
+            network_mode=image.networks.mode,
             cap_drop=["ALL"],
             cap_add=list(image.capabilities),
             security_opt=["no-new-privileges:true"],
@@ -271,7 +271,7 @@ class DockerHost:
             mem_limit=f"{limits.memory_mb}m",
             memswap_limit=f"{limits.memory_mb}m",
             nano_cpus=int(cpus * 1e9),
-            extra_hosts={service.name: "127.0.0.1" for service in image.services},
+            extra_hosts={**image.networks.extra_hosts, **{service.name: "127.0.0.1" for service in image.services}},
             ulimits=[
                 {"Name": "core", "Soft": 0, "Hard": 0},
                 {"Name": "fsize", "Soft": limits.file_mb << 20, "Hard": limits.file_mb << 20},
@@ -281,6 +281,8 @@ class DockerHost:
             if image.skeleton:  # a snapshot has it already, perhaps changed by the agent
                 container.put_archive("/", _skeleton())
             container.start()
+            if image.networks.has_routes:
+                dockernetwork.apply(self.client, container, image.networks, "agent")
             dockersnapshot.restore(self.client, container, image)
             dockercompose.start(self.client, container, image.services, limits, self._labels, cpus)
         except BaseException:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from reterm_jax.sandbox import dockercompose, shell
+from reterm_jax.sandbox import dockercompose, dockernetwork, shell
 from reterm_jax.sandbox.base import BASE_IMAGE, DEFAULT_WORKDIR, SandboxError, SandboxUnavailable
-from reterm_jax.sandbox.environment import check_network, compose_file, limits_of
+from reterm_jax.sandbox.environment import compose_file, limits_of
 from reterm_jax.sandbox.process import disk_errors
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class Image:
     workdir: str
     env: Mapping[str, str]
     limits: shell.Limits
-    network: str
+    networks: dockernetwork.Networks
     layers: int
     size: int
     capabilities: tuple[str, ...] = ()
@@ -74,7 +74,6 @@ def prepare(client: Any, task: Task, tag: str, labels: Mapping[str, str], logs: 
     fault.
     """
     config = task.config.environment
-    check_network(task)
     file = compose_file(task)
     compose = dockercompose.Compose.read(file, task) if file else None
 
@@ -108,7 +107,7 @@ def prepare(client: Any, task: Task, tag: str, labels: Mapping[str, str], logs: 
         workdir=config.workdir or main.get("working_dir") or own or DEFAULT_WORKDIR,
         env=shell.check_env({**dockercompose.environment(main), **(config.env or {})}),
         limits=limits_of(task),
-        network="bridge" if config.network_mode == "public" else "none",
+        networks=dockernetwork.read(task),
         layers=len(image.attrs["RootFS"]["Layers"]),
         size=image.attrs["Size"],
         capabilities=(*config.capabilities, *main.get("cap_add", ())),

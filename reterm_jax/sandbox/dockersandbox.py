@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from reterm_jax.sandbox import archive, dockerexec, shell
+from reterm_jax.sandbox import archive, dockerexec, dockernetwork, shell
 from reterm_jax.sandbox.base import ExecResult, SandboxError, Snapshot
 from reterm_jax.sandbox.dockerimage import Image
 from reterm_jax.sandbox.output import BoundedOutput
@@ -24,6 +24,7 @@ from reterm_jax.sandbox.process import disk_errors, scratch_file
 
 if TYPE_CHECKING:
     from reterm_jax.sandbox.dockerhost import DockerHost
+    from reterm_jax.tasks.config import Phase
 
 
 class DockerSandbox:
@@ -128,6 +129,17 @@ class DockerSandbox:
 
         async with self._use():
             await self._host.call(get, f"download of {source} from container {self.id}")
+
+    async def set_network(self, phase: Phase) -> None:
+        networks = self._image.networks
+        if not networks.has_routes:
+            return
+
+        def apply() -> None:
+            dockernetwork.apply(self._host.client, self._container, networks, phase)
+
+        async with self._use():
+            await self._host.call(apply, f"network of container {self.id}")
 
     async def snapshot(self) -> Snapshot:
         async with self._use():

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from reterm_jax.sandbox import dockerfile, shell
 from reterm_jax.sandbox.base import (
@@ -22,6 +22,7 @@ from reterm_jax.sandbox.base import (
     Sandbox,
     SandboxError,
 )
+from reterm_jax.tasks.config import Phase
 
 if TYPE_CHECKING:
     from reterm_jax.tasks.task import Task
@@ -90,12 +91,12 @@ class Recipe:
             raise SandboxError(
                 f"task {task.id}: {compose}: several containers need Docker: set config.sandbox.kind=docker"
             )
-        check_network(task)
-        if config.network_mode != "no-network":
-            raise SandboxError(
-                f"task {task.id}: environment.network_mode = {config.network_mode!r} needs Docker: "
-                "set config.sandbox.kind=docker"
-            )
+        for phase in get_args(Phase):
+            if (mode := task.config.network(phase).mode) != "no-network":
+                raise SandboxError(
+                    f"task {task.id}: network_mode = {mode!r} for the {phase} needs Docker: "
+                    "set config.sandbox.kind=docker"
+                )
         image = config.docker_image
         if image and image.split(":")[0] != BASE_IMAGE:
             raise SandboxError(
@@ -147,14 +148,6 @@ async def wait_healthy(sandbox: Sandbox, task: Task) -> None:
     except BaseException:
         await sandbox.close()
         raise
-
-
-def check_network(task: Task) -> None:
-    """Raises SandboxError for a network of chosen hosts: which those are the format leaves to the harness."""
-    if task.config.environment.network_mode == "allowlist":
-        raise SandboxError(
-            f"task {task.id}: environment.network_mode = 'allowlist' is not supported: use 'public' or 'no-network'"
-        )
 
 
 def compose_file(task: Task) -> Path | None:

@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 NetworkMode = Literal["public", "no-network", "allowlist"]
+Phase = Literal["agent", "verifier"]
 
 _EMPTY: Mapping[str, str] = MappingProxyType({})
 _MEGABYTES = {"": 1.0, "K": 1 / 1024, "M": 1.0, "G": 1024.0, "T": 1024.0**2}
@@ -38,9 +39,18 @@ class TaskError(ValueError):
 
 
 @dataclass(frozen=True)
+class Network:
+    """What a sandbox may reach: all, nothing, or the chosen `hosts` (an allowlist without any is "no-network")."""
+
+    mode: NetworkMode = "no-network"
+    hosts: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class AgentConfig:
     timeout_sec: float | None = None  # None: the run's own limit applies
     user: str | None = None
+    network: Network | None = None  # None: that of the environment
 
 
 @dataclass(frozen=True)
@@ -48,6 +58,7 @@ class VerifierConfig:
     timeout_sec: float = 600.0
     env: Mapping[str, str] = field(default_factory=lambda: _EMPTY)
     user: str | None = None  # None: root
+    network: Network | None = None  # None: that of the environment
 
 
 @dataclass(frozen=True)
@@ -79,7 +90,7 @@ class EnvironmentConfig:
     memory_mb: int | None = None
     storage_mb: int | None = None
     gpus: int = 0
-    network_mode: NetworkMode = "no-network"
+    network: Network = Network()
     healthcheck: Healthcheck | None = None
     capabilities: tuple[str, ...] = ()
 
@@ -97,6 +108,10 @@ class TaskConfig:
     verifier: VerifierConfig = VerifierConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
     solution: SolutionConfig = SolutionConfig()
+
+    def network(self, phase: Phase) -> Network:
+        """What the sandbox may reach while the agent works, and while the verifier judges."""
+        return getattr(self, phase).network or self.environment.network
 
     @classmethod
     def load(cls, file: Path) -> TaskConfig:
@@ -124,11 +139,14 @@ class TaskConfig:
         return cls(
             schema_version=top.text("schema_version") or top.text("version") or cls.schema_version,
             metadata=MappingProxyType(dict(top.table("metadata").values)),
-            agent=AgentConfig(timeout_sec=agent.number("timeout_sec", above=0), user=agent.user("user")),
+            agent=AgentConfig(
+                timeout_sec=agent.number("timeout_sec", above=0), user=agent.user("user"), network=agent.network()
+            ),
             verifier=VerifierConfig(
                 timeout_sec=verifier.number("timeout_sec", above=0) or VerifierConfig.timeout_sec,
                 env=verifier.env("env"),
                 user=verifier.user("user"),
+                network=verifier.network(),
             ),
             environment=_environment(top.table("environment")),
             solution=SolutionConfig(env=top.table("solution").env("env")),
@@ -148,7 +166,7 @@ def _environment(table: _Table) -> EnvironmentConfig:
         memory_mb=table.megabytes("memory_mb", legacy="memory"),
         storage_mb=table.megabytes("storage_mb", legacy="storage"),
         gpus=int(table.number("gpus", above=-1) or 0),
-        network_mode=table.network(),
+        network=table.network() or EnvironmentConfig.network,
         healthcheck=_healthcheck(table.table("healthcheck")),
         capabilities=table.names("capabilities"),
     )
@@ -240,11 +258,16 @@ class _Table:
             raise self.error(legacy, f"is {value!r}", 'it must be a size such as "2G"')
         return max(1, round(float(match[1]) * _MEGABYTES[match[2]]))
 
-    def network(self) -> NetworkMode:
-        mode = self.text("network_mode")
+    def network(self) -> Network | None:
+        """None where the table says nothing of it."""
+        mode, hosts = self.text("network_mode"), self._typed("allowed_hosts", (list,), "a list of host names") or []
+        if not all(isinstance(host, str) and host for host in hosts):
+            raise self.error("allowed_hosts", f"is {hosts!r}", "it must be a list of host names")
+        if hosts and mode != "allowlist":
+            raise self.error("allowed_hosts", "has no effect", 'set network_mode = "allowlist", or remove it')
         if mode is None:
             allowed = self._typed("allow_internet", (bool,), "true or false")
-            return "public" if allowed else EnvironmentConfig.network_mode
+            return None if allowed is None else Network("public" if allowed else "no-network")
         if mode not in get_args(NetworkMode):
             raise self.error("network_mode", f"is {mode!r}", f"it must be one of {', '.join(get_args(NetworkMode))}")
-        return mode
+        return Network(mode, tuple(hosts)) if hosts or mode != "allowlist" else Network()

@@ -10,12 +10,13 @@ import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from reterm_jax.sandbox.base import COMPOSE_FILES
 from reterm_jax.tasks.config import (
     AgentConfig,
     EnvironmentConfig,
+    Phase,
     SolutionConfig,
     TaskConfig,
     TaskError,
@@ -103,7 +104,7 @@ class Task:
             path=path,
             instruction=instruction,
             config=config,
-            content_hash=_content_hash(path / "environment", config.environment),
+            content_hash=_content_hash(path / "environment", config),
         )
 
 
@@ -130,13 +131,16 @@ def _instruction(file: Path) -> str:
     return text
 
 
-def _content_hash(directory: Path, config: EnvironmentConfig) -> str:
-    """Hash of all that makes the environment: paths, kinds, permission bits, contents, and the environment config."""
+def _content_hash(directory: Path, config: TaskConfig) -> str:
+    """Hash of all that makes the environment: paths, kinds, permission bits, contents, the environment config, and the
+    networks of agent and verifier."""
     digest = hashlib.sha256()
+    environment = config.environment
     fields = {
-        item.name: dict(value) if isinstance(value := getattr(config, item.name), Mapping) else value
-        for item in dataclasses.fields(config)
+        item.name: dict(value) if isinstance(value := getattr(environment, item.name), Mapping) else value
+        for item in dataclasses.fields(environment)
     }
+    fields |= {"networks": [config.network(phase) for phase in get_args(Phase)]}
     digest.update(json.dumps(fields, sort_keys=True, default=repr).encode())
     _hash_tree(digest, directory)
     return digest.hexdigest()

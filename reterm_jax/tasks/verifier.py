@@ -47,6 +47,8 @@ async def verify(sandbox: Sandbox, task: Task) -> Outcome:
         cleared = await sandbox.exec(_CLEAR, timeout=_HOUSEKEEPING_SEC, user="root", fresh=True)
         if cleared.exit_code != 0:
             return _not_cleared(task, cleared)
+        if task.config.network("verifier") != task.config.network("agent"):
+            await sandbox.set_network("verifier")
         private = sandbox.lingers  # the agent's processes may still run, and would write the verdict
         if private:
             with tempfile.TemporaryDirectory() as empty:

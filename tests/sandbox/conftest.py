@@ -19,6 +19,7 @@ from reterm_jax.sandbox import SandboxHost, SandboxUnavailable, make_host
 from reterm_jax.sandbox.base import BASE_IMAGE
 from reterm_jax.sandbox.dockerimage import BASE_HINT, connect
 from reterm_jax.sandbox.jail import find_bwrap
+from reterm_jax.tasks.config import EnvironmentConfig, TaskConfig
 
 _TEST_SECONDS = 120
 _MAX_CONCURRENT = 4
@@ -76,23 +77,12 @@ def make_task(directory: Path, files: dict[str, str] | None = None, **environmen
         file = path / "environment" / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
-    config = {
-        "workdir": None,
-        "env": {},
-        "cpus": None,
-        "memory_mb": None,
-        "storage_mb": None,
-        "healthcheck": None,
-        "capabilities": (),
-        "docker_image": None,
-        "network_mode": "no-network",
-        "build_timeout_sec": 60.0,
-    } | environment
+    environment = {"build_timeout_sec": 60.0} | environment
     return SimpleNamespace(
         id="example",
         path=path,
         content_hash=f"{hash(tuple(sorted(files.items()))) & 0xFFFFFFFF:08x}",
-        config=SimpleNamespace(environment=SimpleNamespace(**config)),
+        config=TaskConfig(environment=EnvironmentConfig(**environment)),
     )
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from reterm_jax.sandbox import SandboxError
 from reterm_jax.sandbox.bubblewrap import BubblewrapHost
+from reterm_jax.tasks.config import Network
 
 if TYPE_CHECKING:
     from conftest import Bench
@@ -24,13 +25,10 @@ import asyncio, sys
 from pathlib import Path
 from types import SimpleNamespace
 from reterm_jax.sandbox import make_host
+from reterm_jax.tasks.config import TaskConfig
 
 async def main(run_dir, path):
-    config = SimpleNamespace(
-        workdir=None, env={}, cpus=None, memory_mb=None, storage_mb=None, docker_image=None, network_mode="no-network",
-        healthcheck=None, capabilities=(),
-    )
-    task = SimpleNamespace(id="t", path=Path(path), content_hash="0", config=SimpleNamespace(environment=config))
+    task = SimpleNamespace(id="t", path=Path(path), content_hash="0", config=TaskConfig())
     host = make_host("bubblewrap", Path(run_dir), max_concurrent=1, run_id="r")
     box = await host.start(task)
     await box.exec("mkdir d; echo x > d/f; chmod 000 d/f d; chmod a-w .", timeout=20)
@@ -128,8 +126,10 @@ async def test_other_users_and_networks_need_docker(bench: Bench) -> None:
     box = await bench.start()
     with pytest.raises(SandboxError, match="'postgres' needs Docker"):
         await box.exec("true", timeout=1, user="postgres")
-    bench.set_task({"Dockerfile": "FROM reterm-sandbox-base\n"}, network_mode="public")
-    with pytest.raises(SandboxError, match="network_mode = 'public' needs Docker: set config.sandbox.kind=docker"):
+    bench.set_task({"Dockerfile": "FROM reterm-sandbox-base\n"}, network=Network("public"))
+    with pytest.raises(
+        SandboxError, match="network_mode = 'public' for the agent needs Docker: set config.sandbox.kind=docker"
+    ):
         await bench.start()
     bench.set_task({"x": ""}, docker_image="python:3.12")
     with pytest.raises(SandboxError, match="docker_image = 'python:3.12' needs Docker"):

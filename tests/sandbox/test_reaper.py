@@ -23,13 +23,10 @@ import asyncio, sys
 from pathlib import Path
 from types import SimpleNamespace
 from reterm_jax.sandbox import make_host
+from reterm_jax.tasks.config import TaskConfig
 
 async def main(kind, run_dir, path):
-    config = SimpleNamespace(
-        workdir=None, env={}, cpus=None, memory_mb=None, storage_mb=None, docker_image=None, network_mode="no-network",
-        healthcheck=None, capabilities=(),
-    )
-    task = SimpleNamespace(id="t", path=Path(path), content_hash="0", config=SimpleNamespace(environment=config))
+    task = SimpleNamespace(id="t", path=Path(path), content_hash="0", config=TaskConfig())
     host = make_host(kind, Path(run_dir), max_concurrent=1, run_id="r")
     box = await host.start(task)
     await box.exec("mkdir d; chmod 000 d", timeout=20)

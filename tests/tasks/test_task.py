@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from reterm_jax.tasks.config import Network
 from reterm_jax.tasks.task import Task, TaskError, load_tasks
 
 
@@ -33,6 +34,7 @@ def test_present_spelling(make_task):
         storage_mb = 1024
         gpus = 1
         network_mode = "allowlist"
+        allowed_hosts = ["a.example", "10.0.0.1"]
         healthcheck = { command = "true" }
         [environment.env]
         C = "z"
@@ -47,7 +49,8 @@ def test_present_spelling(make_task):
     environment = config.environment
     assert (environment.docker_image, environment.workdir, environment.cpus) == ("some/image:1", "/srv", 2)
     assert (environment.memory_mb, environment.storage_mb, environment.gpus) == (512, 1024, 1)
-    assert (environment.network_mode, dict(environment.env)) == ("allowlist", {"C": "z"})
+    assert environment.network == Network("allowlist", ("a.example", "10.0.0.1"))
+    assert dict(environment.env) == {"C": "z"}
     assert dict(config.solution.env) == {"D": "w"}
 
 
@@ -57,7 +60,7 @@ def test_legacy_spelling(make_task, size, megabytes):
     config = load(make_task, toml).config
     assert config.schema_version == "1.0"
     assert (config.environment.memory_mb, config.environment.storage_mb) == (megabytes, 10240)
-    assert config.environment.network_mode == "public"
+    assert config.environment.network == Network("public")
 
 
 def test_defaults(make_task):
@@ -65,7 +68,25 @@ def test_defaults(make_task):
     assert task.id == "example" and task.instruction == "do it" and task.solution is None
     assert task.config.agent.timeout_sec is None
     assert task.config.verifier.timeout_sec == task.config.environment.build_timeout_sec == 600
-    assert task.config.environment.network_mode == "no-network"
+    assert task.config.environment.network == Network("no-network")
+
+
+def test_networks_by_phase(make_task):
+    """A phase has its own, or that of the environment; an allowlist without hosts allows none."""
+    config = load(
+        make_task,
+        """
+        [environment]
+        network_mode = "public"
+        [agent]
+        network_mode = "allowlist"
+        allowed_hosts = ["a.example"]
+        """,
+    ).config
+    assert config.network("agent") == Network("allowlist", ("a.example",))
+    assert config.network("verifier") == Network("public")
+    config = load(make_task, '[environment]\nallow_internet = true\n[verifier]\nnetwork_mode = "allowlist"\n').config
+    assert (config.network("agent"), config.network("verifier")) == (Network("public"), Network("no-network"))
 
 
 @pytest.mark.parametrize(
@@ -84,6 +105,9 @@ def test_defaults(make_task):
         ("[environment]\nmemory_mb = '2G'", "environment.memory_mb"),
         ("[environment]\ndocker_image = ' '", "environment.docker_image"),
         ("[environment]\nnetwork_mode = 'some'", "environment.network_mode"),
+        ("[agent]\nnetwork_mode = 'some'", "agent.network_mode"),
+        ("[verifier]\nnetwork_mode = 'public'\nallowed_hosts = ['a']", "verifier.allowed_hosts"),
+        ("[environment]\nnetwork_mode = 'allowlist'\nallowed_hosts = 'a'", "environment.allowed_hosts"),
         ("[environment]\nallow_internet = 1", "environment.allow_internet"),
         ("[[steps]]\nname = 'one'", "steps"),
     ],
@@ -119,6 +143,7 @@ def test_content_hash_is_of_the_environment_and_nothing_else(make_task):
     assert Task.load(make_task("b", {"instruction.md": "other", "tests/test.sh": "other"})).content_hash == first
     assert Task.load(make_task("c", {"environment/files/x": ""})).content_hash != first
     assert Task.load(make_task("d", {"task.toml": "[environment]\nenv = { A = '1' }"})).content_hash != first
+    assert Task.load(make_task("e", {"task.toml": "[agent]\nnetwork_mode = 'public'"})).content_hash != first
     path = make_task("e")
     (path / "environment/empty").mkdir()
     with_directory = Task.load(path).content_hash
