@@ -133,9 +133,15 @@ class TaskConfig:
     @classmethod
     def parse(cls, document: Mapping[str, Any], file: Path) -> TaskConfig:
         top = _Table(file, "", document)
-        if "steps" in document:
-            raise TaskError(file, "steps", "multi-step tasks are not supported", "split it into one task per step")
-        agent, verifier = top.table("agent"), top.table("verifier")
+        agent, verifier, environment = (top.table(name) for name in ("agent", "verifier", "environment"))
+        # Whatever is left alone must not change what the task is.
+        top.refuse("steps", "multi-step tasks are not supported", "split it into one task per step")
+        for key in ("environment", *(["environment_mode"] if verifier.text("environment_mode") != "shared" else [])):
+            verifier.refuse(key, "a verifier with a sandbox of its own is not supported", "let it share the agent's")
+        environment.refuse("mcp_servers", "tools beside bash are not supported", "give what they do as commands")
+        environment.refuse("tpu", "TPUs in sandboxes are not supported", "remove it")
+        if environment.text("os") not in (None, "linux"):
+            environment.refuse("os", "only Linux sandboxes are supported", 'set it to "linux"')
         return cls(
             schema_version=top.text("schema_version") or top.text("version") or cls.schema_version,
             metadata=MappingProxyType(dict(top.table("metadata").values)),
@@ -148,7 +154,7 @@ class TaskConfig:
                 user=verifier.user("user"),
                 network=verifier.network(),
             ),
-            environment=_environment(top.table("environment")),
+            environment=_environment(environment),
             solution=SolutionConfig(env=top.table("solution").env("env")),
         )
 
@@ -196,6 +202,11 @@ class _Table:
 
     def error(self, key: str, problem: str, remedy: str) -> TaskError:
         return TaskError(self.file, f"{self.name}.{key}" if self.name else key, problem, remedy)
+
+    def refuse(self, key: str, problem: str, remedy: str) -> None:
+        """Raises TaskError where the key says anything."""
+        if self.values.get(key):
+            raise self.error(key, problem, remedy)
 
     def _typed(self, key: str, types: tuple[type, ...], expected: str) -> Any:
         value = self.values.get(key)

@@ -15,7 +15,7 @@ from reterm_jax.sandbox.bubblewrap import BubblewrapHost
 from reterm_jax.tasks.config import Network
 
 if TYPE_CHECKING:
-    from conftest import Bench
+    from sandbox_bench import Bench
 
 only_bubblewrap = pytest.mark.parametrize("bench", ["bubblewrap"], indirect=True)
 

@@ -12,7 +12,7 @@ from reterm_jax.sandbox import SandboxError, dockersnapshot
 from reterm_jax.sandbox.reaper import run_label
 
 if TYPE_CHECKING:
-    from conftest import Bench
+    from sandbox_bench import Bench
 
 pytestmark = pytest.mark.parametrize("bench", ["docker"], indirect=True)
 

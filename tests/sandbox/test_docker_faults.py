@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Bench, make_task, why_not
 from docker_proxy import DAEMON, DockerProxy
+from sandbox_bench import Bench, make_task, why_not
 
 from reterm_jax.sandbox import SandboxError, SandboxHost, SnapshotLost, make_host
 from reterm_jax.sandbox.reaper import run_label

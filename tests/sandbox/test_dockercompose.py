@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from conftest import Bench, make_task
+from sandbox_bench import Bench, make_task
 
 from reterm_jax.sandbox import SandboxError, dockercompose
 from reterm_jax.sandbox.dockercompose import Compose

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from conftest import Bench, why_not
+from sandbox_bench import Bench, why_not
 
 from reterm_jax.sandbox import SandboxError, dockernetwork
 from reterm_jax.sandbox.base import BASE_IMAGE

@@ -15,7 +15,7 @@ from reterm_jax.sandbox import make_host
 from reterm_jax.sandbox.reaper import claim, is_alive, run_label
 
 if TYPE_CHECKING:
-    from conftest import Bench
+    from sandbox_bench import Bench
 
 # Starts a sandbox, saves it, prints the host's id and runs a command for ever. Arguments: kind, run directory, task.
 RUN = """

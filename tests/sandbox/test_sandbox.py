@@ -12,7 +12,7 @@ import pytest
 from reterm_jax.sandbox import SandboxError
 
 if TYPE_CHECKING:
-    from conftest import Bench
+    from sandbox_bench import Bench
 
 
 async def test_environment(bench: Bench) -> None:

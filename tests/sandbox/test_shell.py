@@ -9,7 +9,7 @@ import pytest
 from reterm_jax.sandbox import shell
 
 if TYPE_CHECKING:
-    from conftest import Bench
+    from sandbox_bench import Bench
 
 
 async def test_directory_exports_functions_and_umask_persist(bench: Bench) -> None:

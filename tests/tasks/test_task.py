@@ -71,6 +71,10 @@ def test_defaults(make_task):
     assert task.config.environment.network == Network("no-network")
 
 
+def test_what_says_nothing_new_is_accepted(make_task):
+    load(make_task, '[verifier]\nenvironment_mode = "shared"\n[environment]\nos = "linux"\nmcp_servers = []\n')
+
+
 def test_networks_by_phase(make_task):
     """A phase has its own, or that of the environment; an allowlist without hosts allows none."""
     config = load(
@@ -106,6 +110,10 @@ def test_networks_by_phase(make_task):
         ("[environment]\ndocker_image = ' '", "environment.docker_image"),
         ("[environment]\nnetwork_mode = 'some'", "environment.network_mode"),
         ("[agent]\nnetwork_mode = 'some'", "agent.network_mode"),
+        ("[verifier]\nenvironment_mode = 'separate'", "verifier.environment_mode"),
+        ("[verifier.environment]\ndocker_image = 'a'", "verifier.environment"),
+        ("[[environment.mcp_servers]]\nname = 'a'", "environment.mcp_servers"),
+        ("[environment]\nos = 'windows'", "environment.os"),
         ("[verifier]\nnetwork_mode = 'public'\nallowed_hosts = ['a']", "verifier.allowed_hosts"),
         ("[environment]\nnetwork_mode = 'allowlist'\nallowed_hosts = 'a'", "environment.allowed_hosts"),
         ("[environment]\nallow_internet = 1", "environment.allow_internet"),
