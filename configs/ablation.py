@@ -27,11 +27,8 @@ ARMS = {
     "grpo": {"tasks": 16, "states": 0},
     "reterm_grpo": {"tasks": 8, "states": 8},
     "reterm_grpo_error": {"tasks": 8, "states": 8, "fork_at": "error"},
-    # Not run by default; they say why the others differ. What ReTerm-GRPO's root attempts teach without its recoveries
-    # (they are half of its tokens), and what a smaller or a chosen share of recoveries does.
+    # Not run by default: what ReTerm-GRPO's root attempts, half of its tokens, teach without its recoveries.
     "grpo_half": {"tasks": 16, "states": 0, "step_tokens": 12_000, "name": "GRPO (half the tokens)"},
-    "reterm_grpo_quarter": {"tasks": 12, "states": 4, "name": "ReTerm-GRPO (1/4 recoveries)"},
-    "reterm_grpo_target": {"tasks": 8, "states": 8, "choose": "target", "name": "ReTerm-GRPO (target)"},
 }
 
 

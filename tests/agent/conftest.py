@@ -11,6 +11,7 @@ from reterm_jax.agent.episode import AgentLimits, fixed_texts
 from reterm_jax.agent.protocol import render_turn
 from reterm_jax.rollout.samplers.base import Completion
 from reterm_jax.sandbox.base import ExecResult, Snapshot
+from reterm_jax.tasks.config import TaskConfig, VerifierConfig
 from reterm_jax.tokens import tiny_tokenizer
 from reterm_jax.tokens.chat import ChatFormat
 
@@ -94,10 +95,7 @@ def task():
         instruction="copy notes",
         path=Path("/nowhere"),
         tests_dir=Path("/nowhere/tests"),
-        config=SimpleNamespace(
-            agent=SimpleNamespace(timeout_sec=None, user=None),
-            verifier=SimpleNamespace(timeout_sec=5.0, env={}, user=None),
-        ),
+        config=TaskConfig(verifier=VerifierConfig(timeout_sec=5.0)),
     )
 
 

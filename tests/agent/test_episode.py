@@ -10,6 +10,7 @@ from reterm_jax.agent.episode import RETRY_MESSAGE, Attempt, FailureState, fixed
 from reterm_jax.agent.protocol import BASH_SCHEMA
 from reterm_jax.rollout.samplers.base import SamplerError
 from reterm_jax.sandbox.base import ExecResult, SandboxError, Snapshot
+from reterm_jax.tasks.config import AgentConfig
 
 SUBMIT = "submit"
 
@@ -153,7 +154,7 @@ def test_the_tasks_own_time_limit_holds_too(run, task, fakes):
     async def never():
         await asyncio.sleep(60)
 
-    task.config.agent.timeout_sec = 0.1
+    task.config = dataclasses.replace(task.config, agent=AgentConfig(timeout_sec=0.1))
     assert run(never)[0].ended == "time_limit"
 
 

@@ -15,6 +15,7 @@ from reterm_jax.sandbox import SandboxUnavailable, make_host
 from reterm_jax.sandbox.base import ExecResult, SandboxError, Snapshot
 from reterm_jax.sandbox.jail import find_bwrap
 from reterm_jax.tasks import families
+from reterm_jax.tasks.config import TaskConfig, VerifierConfig
 from reterm_jax.tasks.families import Action
 
 LIMITS = AgentLimits(max_turns=5, max_tokens=3000, max_turn_tokens=200, command_timeout=10.0, attempt_timeout=60.0)
@@ -71,10 +72,7 @@ class FakeSandbox:
 
 
 def task(name):
-    config = SimpleNamespace(
-        agent=SimpleNamespace(timeout_sec=None, user=None),
-        verifier=SimpleNamespace(timeout_sec=5.0, env={}, user=None),
-    )
+    config = TaskConfig(verifier=VerifierConfig(timeout_sec=5.0))
     return SimpleNamespace(id=name, instruction=f"look {name}", tests_dir=Path("/none"), config=config)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from sandbox_bench import Bench, make_task, why_not
 
 from reterm_jax.sandbox import SandboxError, SandboxHost, SnapshotLost, make_host
 from reterm_jax.sandbox.reaper import run_label
+from reterm_jax.tasks.config import VerifierConfig
 from reterm_jax.tasks.verifier import verify
 
 only_docker = pytest.mark.parametrize("bench", ["docker"], indirect=True)
@@ -117,8 +119,7 @@ async def test_a_killed_container_is_no_verdict(bench: Bench) -> None:
     (bench.task.path / "tests").mkdir()
     (bench.task.path / "tests" / "test.sh").write_text("#!/bin/bash\nsleep 3; echo 0 > /logs/verifier/reward.txt\n")
     bench.task.tests_dir = bench.task.path / "tests"
-    verifier = type("Verifier", (), {"timeout_sec": 20.0, "env": {}, "user": None})
-    bench.task.config.verifier = verifier
+    bench.task.config = dataclasses.replace(bench.task.config, verifier=VerifierConfig(timeout_sec=20.0))
     box, other = await bench.start(), await bench.start()
     running = asyncio.ensure_future(box.exec("sleep 20", timeout=30))
     judging = asyncio.ensure_future(verify(other, bench.task))

@@ -9,6 +9,7 @@ import pytest
 
 from reterm_jax.sandbox import SandboxError, dockerfile
 from reterm_jax.sandbox.environment import Recipe
+from reterm_jax.tasks.config import EnvironmentConfig, TaskConfig
 
 
 def parse(tmp_path: Path, text: str) -> list[tuple[str, str, int]]:
@@ -104,7 +105,7 @@ def test_recipe(task: Any) -> None:
     (environment / "Dockerfile").write_text(
         "FROM reterm-sandbox-base\nENV A=1\nWORKDIR x\nRUN one\nENV A=2\nCOPY Dockerfile sub/\nWORKDIR ..\n"
     )
-    task.config.environment.env = {"B": "3"}
+    task.config = TaskConfig(environment=EnvironmentConfig(env={"B": "3"}))
     recipe = Recipe.of(task)
     assert [(step.command, step.target) for step in recipe.steps] == [
         ("mkdir -p -- /app/x", ""),

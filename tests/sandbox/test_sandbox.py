@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 async def test_environment(bench: Bench) -> None:
-    bench.task.config.environment.env = {"FROM_TASK": "a b"}
+    bench.set_task(env={"FROM_TASK": "a b"})
     box = await bench.start()
     assert box.workdir == "/app"
     assert await bench.sh(box, 'pwd; echo "$HOME|$LANG|$FROM_TASK"; ls -d /logs/* /tests 2>&1; true') == (

@@ -62,7 +62,7 @@ def test_the_arms_of_the_ablation_differ_in_nothing_but_their_rollouts():
     for arm, values in arms.items():
         read_settings(module.get_config(arm))
         differing = {key for key in values if values[key] != arms["reterm_grpo"][key]}
-        rollouts = {"tasks", "states", "fork_at", "choose", "steps", "step_tokens", "name"}
+        rollouts = {"tasks", "states", "fork_at", "steps", "step_tokens", "name"}
         assert differing <= {f"rl.{field}" for field in rollouts}, arm
         assert (values["rl.step_tokens"] != arms["reterm_grpo"]["rl.step_tokens"]) == (arm == "grpo_half")
         assert (values["rl.steps"] == 0) == (arm == "cold_start")
