@@ -46,6 +46,7 @@ PATIENCE = 60.0  # seconds in which a daemon that was restarted must be back
 _PAUSE = 0.5  # between two tries
 _STARTS, _BUILDS = 8, 2  # at once; commands are as many as there are sandboxes
 _NO_QUOTA = re.compile("storage.?opt", re.IGNORECASE)  # in what the daemon answers where it cannot keep one
+_NO_GPU = "could not select device driver"
 _QUOTA_MARGIN_MB = 256  # beyond the watched limit
 _TRY_SECONDS = 60.0  # for a command that does nothing
 
@@ -239,8 +240,16 @@ class DockerHost:
         await asyncio.gather(*(sandbox.kill_all(reason) for sandbox in self._live if sandbox.id == name))
 
     async def _started(self, image: Image, what: str) -> Any:
-        async with self._starts:
-            return await self.retry(lambda: self._start(image, f"reterm-{secrets.token_hex(6)}"), what)
+        try:
+            async with self._starts:
+                return await self.retry(lambda: self._start(image, f"reterm-{secrets.token_hex(6)}"), what)
+        except SandboxError as error:
+            if image.gpus and _NO_GPU in str(error):
+                raise SandboxError(
+                    f"{what}: environment.gpus = {image.gpus}, and the Docker daemon has none for containers: install "
+                    "the NVIDIA container toolkit there, or leave the task out"
+                ) from error
+            raise
 
     def _discard(self, image: Image, starting: asyncio.Future[Any]) -> None:
         if not starting.cancelled() and starting.exception() is None:
@@ -271,6 +280,7 @@ class DockerHost:
             mem_limit=f"{limits.memory_mb}m",
             memswap_limit=f"{limits.memory_mb}m",
             nano_cpus=int(cpus * 1e9),
+            device_requests=[{"Count": image.gpus, "Capabilities": [["gpu"]]}] if image.gpus else None,
             extra_hosts={**image.networks.extra_hosts, **{service.name: "127.0.0.1" for service in image.services}},
             ulimits=[
                 {"Name": "core", "Soft": 0, "Hard": 0},

@@ -40,6 +40,7 @@ class Image:
     layers: int
     size: int
     capabilities: tuple[str, ...] = ()
+    gpus: int = 0
     skeleton: bool = True
     mounts: tuple[str, ...] = ()
     sentinel: str = ""
@@ -111,6 +112,7 @@ def prepare(client: Any, task: Task, tag: str, labels: Mapping[str, str], logs: 
         layers=len(image.attrs["RootFS"]["Layers"]),
         size=image.attrs["Size"],
         capabilities=(*config.capabilities, *main.get("cap_add", ())),
+        gpus=config.gpus,
         services=compose.sidecars(lambda service: image_of(service).id) if compose else (),
     )
 

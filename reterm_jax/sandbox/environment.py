@@ -97,6 +97,10 @@ class Recipe:
                     f"task {task.id}: network_mode = {mode!r} for the {phase} needs Docker: "
                     "set config.sandbox.kind=docker"
                 )
+        if config.gpus:
+            raise SandboxError(
+                f"task {task.id}: environment.gpus = {config.gpus} needs Docker: set config.sandbox.kind=docker"
+            )
         image = config.docker_image
         if image and image.split(":")[0] != BASE_IMAGE:
             raise SandboxError(

@@ -126,6 +126,9 @@ async def test_other_users_and_networks_need_docker(bench: Bench) -> None:
     box = await bench.start()
     with pytest.raises(SandboxError, match="'postgres' needs Docker"):
         await box.exec("true", timeout=1, user="postgres")
+    bench.set_task({"Dockerfile": "FROM reterm-sandbox-base\n", "g": ""}, gpus=1)
+    with pytest.raises(SandboxError, match="environment.gpus = 1 needs Docker: set config.sandbox.kind=docker"):
+        await bench.start()
     bench.set_task({"Dockerfile": "FROM reterm-sandbox-base\n"}, network=Network("public"))
     with pytest.raises(
         SandboxError, match="network_mode = 'public' for the agent needs Docker: set config.sandbox.kind=docker"

@@ -90,6 +90,10 @@ async def test_images(bench: Bench) -> None:
     bench.set_task({"b": ""}, docker_image="reterm-sandbox-base:missing")
     with pytest.raises(SandboxError, match=r"sandbox_base/build\.sh"):
         await bench.start()
+    bench.set_task({"c": ""}, gpus=1)
+    if "nvidia" not in bench.host.client.info()["Runtimes"]:
+        with pytest.raises(SandboxError, match="task example.*environment.gpus = 1.*NVIDIA container toolkit"):
+            await bench.start()
     bench.set_task({"Dockerfile": "FROM scratch\nCOPY Dockerfile /\n"})
     with pytest.raises(SandboxError, match="task example"):
         await bench.start()
