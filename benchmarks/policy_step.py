@@ -3,8 +3,8 @@
     python benchmarks/policy_step.py          # needs the `dev` extra
 
 Loss (mean negative log-likelihood of the next token) and gradient norm of both are compared first, then both are timed
-in turns. Prints tokens/s, the share of the machine's measured float32 matrix peak, and how our time divides over the
-parts of the model. Bar: 1.6 times the reference's tokens/s.
+in turns. Prints tokens/s, the share of the machine's measured float32 matrix peak, the ratio at which nothing would be
+left to gain, and how our time divides over the parts of the model. Bar: 1.6 times the reference's tokens/s.
 """
 
 from __future__ import annotations
@@ -98,6 +98,8 @@ def main(_: list[str]) -> None:
         median = statistics.median(times)
         rate = total / median
         print(f"{name:14}{median:8.2f}{_LENGTH.value / median:10.0f}{rate / 1e9:9.1f}{rate / peak:9.0%}")
+    ceiling = statistics.median(seconds["transformers"]) * peak / total
+    print(f"every product at the measured peak, and nothing but products, would be {ceiling:.2f} times transformers")
     whole = statistics.median(seconds["reterm_jax"])
     print(f"{'part':14}{'s/step':>8}{'share':>10}{'GFLOP/s':>9}   (timed by itself)")
     flops["attention"] += flops.pop("attention_pairs")

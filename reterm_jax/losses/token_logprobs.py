@@ -67,8 +67,8 @@ def _forward(hidden_BTD, head_VD, targets_BT, temperature, steps):
         hidden_ND, targets_N = map(_tokens, inputs)
         logits_NV = _logits(hidden_ND, head32_VD, temperature)
         norm_N = jax.nn.logsumexp(logits_NV, axis=-1)
-        # A masked sum instead of a gather: it stays local when the vocabulary is sharded.
-        chosen_N = jnp.sum(jnp.where(_is_target(logits_NV, targets_N), logits_NV, 0.0), axis=-1)
+        # Where the vocabulary is sharded, each device looks in its part, and [N] numbers are summed.
+        chosen_N = jnp.take_along_axis(logits_NV, targets_N[:, None], axis=-1, mode="clip")[:, 0]
         mean_N = jnp.sum(jnp.exp(logits_NV - norm_N[:, None]) * logits_NV, axis=-1)
         scores = tuple(x_N.reshape(inputs[1].shape) for x_N in (chosen_N - norm_N, norm_N - mean_N, norm_N))
         return carry, (scores, logits_NV if keep else None)

@@ -11,6 +11,7 @@ heads, R value heads per key head, K key size, V value size, W convolution width
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -146,22 +147,15 @@ def chunked_delta_rule(
     sequential scan only carries S <- A S + M per chunk. All arrays are float32 except the integer documents.
     """
     B, T, G, R, V = v_BTGRV.shape
-    H = G * R
-    # Keys and queries are repeated for each of the R value heads. Stacked, not broadcast: the gradient is then R - 1
-    # additions; XLA's CPU backend is slow at sums over so short a dimension.
-    q_BTHK, k_BTHK = (jnp.stack([x] * R, axis=3).reshape(B, T, H, -1) for x in (q_BTGK, k_BTGK))
-    v_BTHV = v_BTGRV.reshape(B, T, H, V)
-    log_decay_BTH, strength_BTH = (x.reshape(B, T, H) for x in (log_decay_BTGR, strength_BTGR))
-    state_BHKV = state_BGRKV.reshape(B, H, *state_BGRKV.shape[3:])
     chunk = min(chunk, 1 << (T - 1).bit_length())
     pad = -T % chunk
     # Padding neither decays (log decay 0) nor writes (strength 0), so the state passes through it.
-    q, k, v, log_decay, strength = (
-        _chunks_first(x, chunk, pad) for x in (q_BTHK, k_BTHK, v_BTHV, log_decay_BTH, strength_BTH)
+    q, k, v, log_decay_NBCGR, strength = (
+        _chunks_first(x, chunk, pad) for x in (q_BTGK, k_BTGK, v_BTGRV, log_decay_BTGR, strength_BTGR)
     )
     documents_NBC = _chunks_first(documents_BT, chunk, pad, mode="edge")
-    q_NBHCK, k_NBHCK, v_NBHCV = (x.swapaxes(2, 3) for x in (q, k, v))
-    strength_NBHC = strength.swapaxes(2, 3)
+    q_NBGCK, k_NBGCK = (x.swapaxes(2, 3) for x in (q, k))
+    v_NBGRCV, strength_NBGRC = (jnp.moveaxis(x, 2, 4) for x in (v, strength))
 
     trunks_NBC = documents_NBC if trunk_BT is None else _chunks_first(trunk_BT, chunk, pad, mode="edge")
 
@@ -183,45 +177,48 @@ def chunked_delta_rule(
 
     # Summed from the document's first token in the chunk, not as a running sum over the chunk: no rounding error, not
     # even in gradients, then comes from the document before.
-    decay_sum_NBHC = product("nbij,nbjh->nbhi", visible_NBCC.astype(log_decay.dtype), log_decay)
+    decay_sum_NBGRC = product("nbij,nbjgr->nbgri", visible_NBCC.astype(log_decay_NBCGR.dtype), log_decay_NBCGR)
     # Masked before exp: above the diagonal and across documents the difference may be positive, and its exp overflow.
-    difference = decay_sum_NBHC[..., :, None] - decay_sum_NBHC[..., None, :]
-    decay_NBHCC = jnp.exp(jnp.where(visible_NBCC[:, :, None], difference, -jnp.inf))
-    decay_in = jnp.where(reads_NBC[:, :, None], jnp.exp(decay_sum_NBHC), 0.0)
+    difference = decay_sum_NBGRC[..., :, None] - decay_sum_NBGRC[..., None, :]
+    decay_NBGRCC = jnp.exp(jnp.where(visible_NBCC[:, :, None, None], difference, -jnp.inf))
+    decay_in_NBGRC = jnp.where(reads_NBC[:, :, None, None], jnp.exp(decay_sum_NBGRC), 0.0)
 
-    key_key = product("nbhik,nbhjk->nbhij", k_NBHCK, k_NBHCK)
-    query_key = product("nbhik,nbhjk->nbhij", q_NBHCK, k_NBHCK)
-    inverse_NBHCC = unit_lower_inverse(jnp.tril(strength_NBHC[..., None] * key_key * decay_NBHCC, -1))
+    # What only keys and queries make is made once for the R value heads that share them.
+    key_key = _for_value_heads(product("nbgik,nbgjk->nbgij", k_NBGCK, k_NBGCK), R)
+    query_key = _for_value_heads(product("nbgik,nbgjk->nbgij", q_NBGCK, k_NBGCK), R)
+    q_NBGRCK, k_NBGRCK = (_for_value_heads(x, R) for x in (q_NBGCK, k_NBGCK))
+    inverse_NBGRCC = unit_lower_inverse(jnp.tril(strength_NBGRC[..., None] * key_key * decay_NBGRCC, -1))
     # With the incoming state S, the chunk's corrected writes are `own` - `read` S.
-    values_NBHCV = strength_NBHC[..., None] * v_NBHCV
-    keys_NBHCK = (strength_NBHC * decay_in)[..., None] * k_NBHCK
-    solved = product("nbhij,nbhjx->nbhix", inverse_NBHCC, jnp.concatenate([values_NBHCV, keys_NBHCK], -1))
-    own_NBHCV, read_NBHCK = solved[..., : v.shape[-1]], solved[..., v.shape[-1] :]
+    values_NBGRCV = strength_NBGRC[..., None] * v_NBGRCV
+    keys_NBGRCK = (strength_NBGRC * decay_in_NBGRC)[..., None] * k_NBGRCK
+    # Products with `own` and with `read` stay apart: neither side is copied, and a CPU runs the two side by side.
+    own_NBGRCV = product("nbgrij,nbgrjv->nbgriv", inverse_NBGRCC, values_NBGRCV)
+    read_NBGRCK = product("nbgrij,nbgrjk->nbgrik", inverse_NBGRCC, keys_NBGRCK)
 
     def transition(decay_out: jax.Array, decay_through: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """The state at a token as a function S -> through S - forget S + write of the state that its way enters in."""
-        k_out_NBHCK = k_NBHCK * decay_out[..., None]
-        forget_NBHKK = product("nbhck,nbhcl->nbhkl", k_out_NBHCK, read_NBHCK)
-        write_NBHKV = product("nbhck,nbhcv->nbhkv", k_out_NBHCK, own_NBHCV)
-        return decay_through[..., None, None], forget_NBHKK, write_NBHKV
+        k_out_NBGRCK = k_NBGRCK * decay_out[..., None]
+        forget_NBGRKK = product("nbgrck,nbgrcl->nbgrkl", k_out_NBGRCK, read_NBGRCK)
+        write_NBGRKV = product("nbgrck,nbgrcv->nbgrkv", k_out_NBGRCK, own_NBGRCV)
+        return decay_through[..., None, None], forget_NBGRKK, write_NBGRKV
 
     def apply(step: tuple[jax.Array, jax.Array, jax.Array], state: jax.Array) -> jax.Array:
         through, forget, write = step
-        return through * state - product("bhkl,bhlv->bhkv", forget, state) + write
+        return through * state - product("bgrkl,bgrlv->bgrkv", forget, state) + write
 
-    at_end = transition(decay_NBHCC[..., -1, :], decay_in[..., -1])
+    at_end = transition(decay_NBGRCC[..., -1, :], decay_in_NBGRC[..., -1])
     if trunk_BT is None:
-        final_state, states_NBHKV = jax.lax.scan(lambda s, step: (apply(step, s), s), state_BHKV, at_end)
+        final_state, states_NBGRKV = jax.lax.scan(lambda s, step: (apply(step, s), s), state_BGRKV, at_end)
     else:
         # The last token of the chunk that is in the trunk of the chunk's last token: after it that trunk has ended, or
         # goes on in the next chunk. Where there is none, the trunk had ended before, and its state is carried on.
         in_trunk_NBC = documents_NBC == trunks_NBC[..., -1:]
         last_NB = jnp.max(jnp.where(in_trunk_NBC, jnp.arange(chunk), -1), axis=-1)
         picked_NBC = (last_NB[..., None] == jnp.arange(chunk)).astype(jnp.float32)
-        through_NBH = jnp.einsum("nbc,nbhc->nbh", picked_NBC, decay_in, precision=_EXACT)
-        ended_NB1 = (last_NB < 0)[..., None]
+        through_NBGR = product("nbc,nbgrc->nbgr", picked_NBC, decay_in_NBGRC)
+        ended_NB11 = (last_NB < 0)[..., None, None]
         trunk_end = transition(
-            product("nbi,nbhij->nbhj", picked_NBC, decay_NBHCC), jnp.where(ended_NB1, 1.0, through_NBH)
+            product("nbi,nbgrij->nbgrj", picked_NBC, decay_NBGRCC), jnp.where(ended_NB11, 1.0, through_NBGR)
         )
         own_at_end_NB = reads_own_NBC[..., -1]
         own_at_trunk_NB = jnp.any(in_trunk_NBC & reads_own_NBC, axis=-1) & (last_NB >= 0)
@@ -231,26 +228,39 @@ def chunked_delta_rule(
             own, shared = states
 
             def entered(is_own):
-                return jnp.where(is_own[:, None, None, None], own, shared)
+                return jnp.where(is_own[:, None, None, None, None], own, shared)
 
             return (apply(end, entered(own_at_end)), apply(trunk, entered(own_at_trunk))), states
 
         (final_state, _), states = jax.lax.scan(
-            both, (state_BHKV, state_BHKV), (at_end, own_at_end_NB, trunk_end, own_at_trunk_NB)
+            both, (state_BGRKV, state_BGRKV), (at_end, own_at_end_NB, trunk_end, own_at_trunk_NB)
         )
     # Own writes reach the outputs directly, the state through the query less what the writes have corrected of it.
-    seen = product("nbhij,nbhjx->nbhix", query_key * decay_NBHCC, solved)
-    from_own_NBHCV, corrected_NBHCK = seen[..., : v.shape[-1]], seen[..., v.shape[-1] :]
-    q_in_NBHCK = q_NBHCK * decay_in[..., None] - corrected_NBHCK
-    out = from_own_NBHCV
+    weights_NBGRCC = query_key * decay_NBGRCC
+    out_NBGRCV = product("nbgrij,nbgrjv->nbgriv", weights_NBGRCC, own_NBGRCV)
+    q_in_NBGRCK = q_NBGRCK * decay_in_NBGRC[..., None] - product("nbgrij,nbgrjk->nbgrik", weights_NBGRCC, read_NBGRCK)
     if trunk_BT is None:
-        out += product("nbhck,nbhkv->nbhcv", q_in_NBHCK, states_NBHKV)
+        out_NBGRCV += product("nbgrck,nbgrkv->nbgrcv", q_in_NBGRCK, states_NBGRKV)
     else:
-        for reads, state_NBHKV in zip((reads_own_NBC, ~reads_own_NBC), states, strict=True):
-            q_NBHCK = jnp.where(reads[:, :, None, :, None], q_in_NBHCK, 0.0)
-            out += product("nbhck,nbhkv->nbhcv", q_NBHCK, state_NBHKV)
-    out_BTGRV = out.transpose(1, 0, 3, 2, 4).reshape(B, T + pad, G, R, V)[:, :T]
-    return out_BTGRV, final_state.reshape(state_BGRKV.shape)
+        for reads, state_NBGRKV in zip((reads_own_NBC, ~reads_own_NBC), states, strict=True):
+            reading_NBGRCK = jnp.where(reads[:, :, None, None, :, None], q_in_NBGRCK, 0.0)
+            out_NBGRCV += product("nbgrck,nbgrkv->nbgrcv", reading_NBGRCK, state_NBGRKV)
+    out_BTGRV = out_NBGRCV.transpose(1, 0, 4, 2, 3, 5).reshape(B, T + pad, G, R, V)[:, :T]
+    return out_BTGRV, final_state
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _for_value_heads(x_NBG: jax.Array, heads: int) -> jax.Array:
+    """[N,B,G,...] to [N,B,G,R,...]: the same for each of a key head's value heads."""
+    return jnp.broadcast_to(x_NBG[:, :, :, None], (*x_NBG.shape[:3], heads, *x_NBG.shape[3:]))
+
+
+def _sum_of_value_heads(heads: int, _: None, d_NBGR: jax.Array) -> tuple[jax.Array]:
+    # Additions, not a sum over R: XLA's CPU backend is slow at sums over so short a dimension.
+    return (functools.reduce(jnp.add, [d_NBGR[:, :, :, head] for head in range(heads)]),)
+
+
+_for_value_heads.defvjp(lambda x_NBG, heads: (_for_value_heads(x_NBG, heads), None), _sum_of_value_heads)
 
 
 def _chunks_first(x_BT: jax.Array, chunk: int, pad: int, mode: str = "constant") -> jax.Array:
