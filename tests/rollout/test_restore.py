@@ -9,6 +9,7 @@ import made_up
 import pytest
 
 from reterm_jax.agent.attempt import FailureState
+from reterm_jax.rollout import groups
 from reterm_jax.rollout.groups import Roller
 from reterm_jax.rollout.restore import Forks
 from reterm_jax.sandbox.base import ExecResult, SandboxError, Snapshot, SnapshotLost
@@ -119,3 +120,20 @@ async def test_a_state_that_is_not_complete_is_made_again_once_a_recovery_met_th
         forks.doubt()
         assert (await forks.sandbox()).origin == "again0"
     assert host.started == 1 and host.open == 2
+
+
+@in_a_loop
+async def test_recoveries_from_a_state_that_is_not_complete_are_done_again_from_one_that_is(monkeypatch):
+    async def run_attempt(task, sandbox, *_, attempt_id, **__):
+        try:
+            await sandbox.exec("ls")
+        except SandboxError:
+            return made_up.attempt(attempt_id, task.id, None), None
+        return made_up.attempt(attempt_id, task.id, 1.0), None
+
+    monkeypatch.setattr(groups, "run_attempt", run_attempt)
+    host = Host()
+    host.lost, host.broken = set(), {"first"}
+    roller, state, _ = forks_of(host)
+    group, _ = await roller.recovery_group(made_up.task("t"), state, 4, "seed", asyncio.Semaphore(4))
+    assert group.rewards == [1.0] * 4 and host.started == 1 and host.released == ["again0"] and host.open == 0
