@@ -3,7 +3,7 @@
 # configs/ablation.py, about half an hour a seed on 2 cores.
 #   bash launch/ablation.sh [--seeds=N] [--arms=ARM,...] [--workdir=DIR] [--config.FIELD=VALUE ...]
 # N seeds from 0 on (default 3); the arms are those of configs/ablation.py. Run again with the same --workdir it resumes;
-# with a larger N or with other arms it adds them to what is there.
+# with a larger N or with other arms (for all seeds that are there) it adds them to what is there.
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
 seeds=3
@@ -16,16 +16,24 @@ for argument in "$@"; do
     --arms=*) arms="${argument#*=}" ;;
     --workdir=*) workdir="${argument#*=}" ;;
     --config.seed=* | --config.start_from=*) fail "$argument: the ablation sets this itself; see --seeds" ;;
+    --config.rl.name=* | --config.rl.states=* | --config.rl.fork_at=*)
+      fail "$argument: this is what arms differ in; add one to configs/ablation.py" ;;
     --config.*=*) overrides+=("$argument") ;;
     *) fail "unknown argument $argument; known are --seeds=N, --arms=ARM,..., --workdir=DIR and --config.FIELD=VALUE" ;;
   esac
 done
 [[ "$seeds" =~ ^[1-9][0-9]*$ ]] || fail "--seeds=$seeds: give how many, 1 or more"
-[ -n "$arms" ] || fail "--arms=: give one arm or more of configs/ablation.py"
-for arm in ${arms//,/ }; do
-  [ "$arm" != cold_start ] && grep -q "^    \"$arm\":" "$repo/configs/ablation.py" ||
-    fail "--arms=$arms: configs/ablation.py has no arm $arm to train"
+[ -n "${arms//,/}" ] || fail "--arms=$arms: give one arm or more of configs/ablation.py"
+known="$(sed -n 's/^    "\(.*\)": {.*/\1/p' "$repo/configs/ablation.py" | grep -vx cold_start)"
+IFS=, read -ra chosen <<<"$arms"
+for arm in "${chosen[@]}"; do
+  grep -qxF -- "$arm" <<<"$known" || fail "--arms=$arms: configs/ablation.py has no arm $arm to train; it has" $known
 done
+if [ -d "$workdir/seed$seeds" ]; then
+  held=("$workdir"/seed*)
+  fail "--seeds=$seeds: $workdir has runs of ${#held[@]} seeds, and only arms that all of them have are compared;" \
+    "give --seeds=${#held[@]} or more, or another --workdir"
+fi
 
 make_environment ""
 need_bubblewrap
@@ -60,7 +68,7 @@ train() {
 
 for ((seed = 0; seed < seeds; seed++)); do
   train "$seed" cold_start --config.rl.steps=0
-  for arm in ${arms//,/ }; do
+  for arm in "${chosen[@]}"; do
     train "$seed" "$arm" --config.start_from="$workdir/seed$seed/cold_start"
   done
 done

@@ -57,10 +57,14 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Ablation:
-    """By policy, in the order in which they are compared: its runs, one a seed, in the order of `seeds`."""
+    """By policy, in the order in which they are compared: its runs, one a seed, in the order of `seeds`.
+
+    `left_out` has the arms that some seeds lack, with the seeds that have them.
+    """
 
     seeds: list[int]
     policies: dict[str, list[Run]]
+    left_out: dict[str, list[int]] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,31 +87,39 @@ MEASURES = (
 
 
 def load(root: Path) -> Ablation:
-    """Reads ROOT/seedN/cold_start and ROOT/seedN/ARM, all of them finished.
+    """Reads ROOT/seedN/cold_start and ROOT/seedN/ARM, all of them finished, for the arms that all seeds have.
 
     Raises:
-        AblationError: there are none, one is not finished, or seeds have other arms.
+        AblationError: there are none, one is not finished, or two policies have one name.
         RecordError: a file is malformed.
     """
     directories = sorted(root.glob("seed*"), key=lambda path: (len(path.name), path.name))
     if not directories:
         raise AblationError(f"{root}: holds no seed0/, seed1/ ...; give the --workdir of launch/ablation.sh")
-    seeds, policies = [], {}
-    arms = [path.name for path in sorted(directories[0].iterdir()) if path.is_dir() and path.name != SHARED]
+    seeds, policies, holders = [], {}, {}
     for directory in directories:
-        runs = {arm: _report(directory / arm) for arm in (SHARED, *arms)}
+        report = _report(directory / SHARED)
         seeds.append(int(read_json(directory / SHARED / "config.json")["seed"]))
-        for result in runs[SHARED].results:
+        for result in report.results:
             policies.setdefault(result.name, []).append(Run(result))
+        for path in directory.iterdir():
+            if path.is_dir() and path.name != SHARED:
+                holders.setdefault(path.name, []).append(seeds[-1])
+    arms = [arm for arm in sorted(holders) if len(holders[arm]) == len(seeds)]
+    for directory in directories:
+        runs = {arm: _report(directory / arm) for arm in arms}
         for arm in arms:
             result = runs[arm].results[-1]
             curves = read_curves(directory / arm / "rl" / "metrics.jsonl")
             cost = _cost(curves, read_json(directory / arm / "config.json"))
             policies.setdefault(result.name, []).append(Run(result, curves, cost, runs[arm]))
-    uneven = [name for name, runs in policies.items() if len(runs) != len(seeds)]
-    if uneven:
-        raise AblationError(f"{root}: policy {uneven[0]} is not there once for each of {len(seeds)} seeds")
-    return Ablation(seeds, policies)
+    for name, runs in policies.items():
+        if len(runs) != len(seeds):
+            raise AblationError(
+                f"{root}: {len(runs)} policies of {len(seeds)} seeds are called {name}: each arm needs a name that is "
+                "its own and the same for all seeds; train it with another rl.name"
+            )
+    return Ablation(seeds, policies, {arm: there for arm, there in sorted(holders.items()) if arm not in arms})
 
 
 def _report(directory: Path) -> RunReport:
@@ -143,6 +155,7 @@ def write(ablation: Ablation, root: Path) -> None:
             **({"model": last.facts["model"]} if last and "model" in last.facts else {}),
             "seeds": ", ".join(map(str, ablation.seeds)),
             "intervals": "over the tasks of all seeds",
+            **({"left out": ", ".join(ablation.left_out)} if ablation.left_out else {}),
         },
         phases={name: sum(run.cost.seconds for run in runs if run.cost) for name, runs in _trained(ablation).items()},
         results=[pooled(ablation, name) for name in ablation.policies],
@@ -208,8 +221,13 @@ def markdown(ablation: Ablation) -> str:
     """The tables."""
     seeds = [f"seed {seed}" for seed in ablation.seeds]
     several = len(seeds) > 1
+    left_out = [
+        f"Left out, as not all seeds have it: {arm} (seed {', '.join(map(str, there))}). To add it: "
+        f"launch/ablation.sh --arms={arm} --seeds={len(seeds)}"
+        for arm, there in ablation.left_out.items()
+    ]
     over = "runs (Student's t)" if several else "tasks: one run says nothing of others"
-    lines = [f"Mean of {len(seeds)} seed{'s' if several else ''}, with 95 % intervals over {over}.", ""]
+    lines = [f"Mean of {len(seeds)} seed{'s' if several else ''}, with 95 % intervals over {over}.", *left_out, ""]
     lines += _table(
         ["policy", *(measure.name for measure in MEASURES)],
         [
@@ -247,6 +265,7 @@ def numbers(ablation: Ablation) -> dict[str, Any]:
 
     return {
         "seeds": ablation.seeds,
+        "left_out": ablation.left_out,
         "policies": {
             name: {measure.name: three(estimates(ablation, name, measure)) for measure in MEASURES}
             for name in ablation.policies

@@ -125,7 +125,8 @@ class Roller:
     ) -> tuple[Attempt, FailureState | None]:
         """One attempt called `name`, which also seeds it; with `keep`, the failure state that it left, if it failed.
 
-        Where the environment failed (a container or a daemon was lost) it is done again, once.
+        Where the environment failed (a container or a daemon was lost) it is done again, once; not where the state is
+        lost for good.
 
         Args:
           start: the state that it recovers from, if it does.
@@ -135,8 +136,11 @@ class Roller:
             async with Forks(self, task, start) as own:
                 return await self.attempt(task, name, gate, start=start, keep=keep, forks=own)
         attempt, state = await self._attempt(task, name, gate, start, keep, forks)
-        if attempt.outcome is not None and attempt.outcome.status == "env_error":
+        failed = attempt.outcome is not None and attempt.outcome.status == "env_error"
+        if failed and not (forks is not None and forks.ended):
             logging.warning("attempt %s: the environment failed (%s); doing it again", name, attempt.outcome.detail)
+            if forks is not None:
+                forks.doubt()
             attempt, state = await self._attempt(task, name, gate, start, keep, forks)
         return attempt, state
 

@@ -36,60 +36,95 @@ async def restore_state(roller: Roller, task: Task, attempt: Attempt, gate: Gate
 
 
 class Forks:
-    """Sandboxes in one failure state, the same for all recoveries of a group.
+    """Sandboxes in one failure state, the same for all recoveries from it.
 
-    Where its snapshot is lost, the state is made again, once for all of them. Use it as an async context manager:
-    leaving it releases what was made again (the state's own snapshot is its owner's).
+    Where its snapshot is lost, the state is made again, once for all of them; where that fails, for all of them too.
+    Use it as an async context manager: leaving it releases what was made again (the state's own snapshot is its
+    owner's).
     """
 
     def __init__(self, roller: Roller, task: Task, state: FailureState) -> None:
         self._roller, self._task, self._state = roller, task, state
         self._snapshot = state.snapshot
+        self._lost: SnapshotLost | None = None  # why `_snapshot` is of no use any more
+        self._prove = False
         self._lock = asyncio.Lock()
+        self.ended = False  # the state is lost and cannot be made again
 
     async def __aenter__(self) -> Forks:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        if self._snapshot is not self._state.snapshot:
-            await self._roller.release(self._snapshot)
+        await self._release()
+
+    def doubt(self) -> None:
+        """Has every sandbox from now on run a command before it is given out, which shows a state that is not complete.
+
+        To be called when a recovery met a fault of its environment: for all sandboxes it would take too long.
+        """
+        self._prove = True
 
     async def sandbox(self) -> Sandbox:
         """A new one; the caller closes it. Raises SandboxError, as a host's `fork` does."""
-        host, snapshot = self._roller.host, self._snapshot
-        try:
-            return await host.fork(snapshot, self._task)
-        except SnapshotLost as lost:
-            async with self._lock:
+        snapshot = self._snapshot
+        if self._lost is None:
+            try:
+                return await self._fork(snapshot)
+            except SnapshotLost as lost:
                 if self._snapshot is snapshot:
-                    self._snapshot = await self._again(lost)
-        return await host.fork(self._snapshot, self._task)
+                    self._lost = lost
+        async with self._lock:
+            if self._lost is not None:
+                await self._make_again(self._lost)
+        return await self._fork(self._snapshot)
 
-    async def _again(self, lost: SnapshotLost) -> Snapshot:
-        state = self._state
-        if state.depth:  # its turns are not all that was done since the task's start
-            raise lost
-        logging.warning("%s: its state is made again from its commands", lost)
-        made = await _made_again(self._roller, self._task, state.id, state.turns)
+    async def _fork(self, snapshot: Snapshot) -> Sandbox:
+        sandbox = await self._roller.host.fork(snapshot, self._task)
+        if self._prove:
+            try:
+                await sandbox.exec("true", timeout=self._roller.limits.command_timeout, fresh=True)
+            except BaseException:
+                await sandbox.close()
+                raise
+        return sandbox
+
+    async def _make_again(self, lost: SnapshotLost) -> None:
+        await self._release()
+        made = None
+        # Deeper, its turns are not all that was done since the task's start.
+        if not self.ended and not self._state.depth:
+            logging.warning("%s: its state is made again from its commands", lost)
+            made = await _made_again(self._roller, self._task, self._state.id, self._state.turns)
         if made is None:
-            raise lost
-        return made
+            self.ended = True
+            raise SnapshotLost(str(lost)) from lost
+        self._snapshot, self._lost = made, None
+
+    async def _release(self) -> None:
+        if self._snapshot is not self._state.snapshot:
+            await self._roller.release(self._snapshot)
 
 
 async def _made_again(roller: Roller, task: Task, name: str, turns: Sequence[Turn]) -> Snapshot | None:
     """The state after `turns` from the task's start, or None. Takes a sandbox while it runs."""
+    snapshot = None
     try:
         sandbox = await roller.host.start(task)
         try:
-            if not await _replayed(roller, task, turns, sandbox):
+            if await _replayed(roller, task, turns, sandbox):
+                snapshot = await sandbox.snapshot()
+            else:
                 logging.warning("attempt %s: its commands gave something else; no recovery from it", name)
-                return None
-            return await sandbox.snapshot()
         finally:
             await sandbox.close()
-    except SandboxError as error:
+    except BaseException as error:
+        if snapshot is not None:
+            await roller.release(snapshot)
+        if not isinstance(error, SandboxError):
+            raise
         logging.warning("attempt %s: its state could not be made again: %s", name, error)
         return None
+    return snapshot
 
 
 async def _replayed(roller: Roller, task: Task, turns: Sequence[Turn], sandbox: Sandbox) -> bool:

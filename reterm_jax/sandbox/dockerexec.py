@@ -6,7 +6,7 @@ import threading
 import time
 from typing import Any
 
-from reterm_jax.sandbox.base import SandboxError
+from reterm_jax.sandbox.base import SandboxError, SnapshotLost
 from reterm_jax.sandbox.dockerrunner import COMMAND_FD, Call, Ended, Runner
 from reterm_jax.sandbox.output import BoundedOutput
 
@@ -123,10 +123,10 @@ def _explained(api: Any, container: str, call: Call, runner: Runner, ended: Ende
 
 
 def _check_runs(api: Any, container: str) -> None:
-    """Raises SandboxError if the container has ended."""
+    """Raises SandboxError if the container has ended: SnapshotLost if as a fork that found its state not complete."""
     state = api.inspect_container(container)["State"]
     if not state["Running"]:
         if state["ExitCode"] == INCOMPLETE:
-            raise SandboxError(f"container {container}: the state that it was forked from is not complete")
+            raise SnapshotLost(f"container {container}: the state that it was forked from is not complete")
         memory = ": out of memory" if state.get("OOMKilled") else ""
         raise SandboxError(f"container {container} has ended while a command ran{memory}")

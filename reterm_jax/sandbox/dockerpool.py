@@ -9,12 +9,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import requests  # which `docker` depends on
+
 from reterm_jax.sandbox.base import SandboxError, Snapshot, SnapshotLost
 from reterm_jax.sandbox.dockerhost import DockerHost
 from reterm_jax.sandbox.dockersandbox import DockerSandbox
 
 if TYPE_CHECKING:
     from reterm_jax.tasks.task import Task
+
+# What a call of a daemon that is gone, or hangs, ends with.
+_NO_ANSWER = (
+    ConnectionError,
+    requests.exceptions.ConnectionError,
+    requests.exceptions.ChunkedEncodingError,
+    requests.exceptions.Timeout,
+)
 
 
 class DockerPool:
@@ -72,8 +82,11 @@ class DockerPool:
         await asyncio.gather(*(host.close() for host in self._hosts), return_exceptions=True)
 
     async def _is_lost(self, index: int, fault: SandboxError) -> bool:
-        """Whether a daemon that failed is gone; then it is taken out."""
-        if await self._hosts[index].answers():
+        """Whether a daemon that failed is gone; then it is taken out.
+
+        Only a call that it did not answer asks that: any other fault may fall into the moment in which it restarts.
+        """
+        if not isinstance(fault.__cause__, _NO_ANSWER) or await self._hosts[index].answers():
             return False
         if index not in self._lost:
             logging.warning("a Docker daemon is lost (%s); going on with the others", fault)

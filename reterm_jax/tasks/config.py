@@ -139,6 +139,7 @@ class TaskConfig:
         for key in ("environment", *(["environment_mode"] if verifier.text("environment_mode") != "shared" else [])):
             verifier.refuse(key, "a verifier with a sandbox of its own is not supported", "let it share the agent's")
         environment.refuse("mcp_servers", "tools beside bash are not supported", "give what they do as commands")
+        environment.refuse("gpu_types", "a kind of GPU cannot be asked for", "remove it; gpus says how many")
         environment.refuse("tpu", "TPUs in sandboxes are not supported", "remove it")
         if environment.text("os") not in (None, "linux"):
             environment.refuse("os", "only Linux sandboxes are supported", 'set it to "linux"')
@@ -171,7 +172,7 @@ def _environment(table: _Table) -> EnvironmentConfig:
         cpus=table.number("cpus", above=0),
         memory_mb=table.megabytes("memory_mb", legacy="memory"),
         storage_mb=table.megabytes("storage_mb", legacy="storage"),
-        gpus=int(table.number("gpus", above=-1) or 0),
+        gpus=table.whole("gpus", least=0) or 0,
         network=table.network() or EnvironmentConfig.network,
         healthcheck=_healthcheck(table.table("healthcheck")),
         capabilities=table.names("capabilities"),
@@ -234,6 +235,15 @@ class _Table:
             raise self.error(key, f"is {value!r}", f"it must be finite and above {above:g}")
         return value
 
+    def whole(self, key: str, *, least: int) -> int | None:
+        expected = f"a whole number of at least {least}"
+        value = self._typed(key, (int, float), expected)
+        if value is None:
+            return None
+        if not (value >= least and float(value).is_integer()):
+            raise self.error(key, f"is {value!r}", f"it must be {expected}")
+        return int(value)
+
     def env(self, key: str) -> Mapping[str, str]:
         values = self._typed(key, (dict,), "a table of strings") or {}
         for name, value in values.items():
@@ -260,7 +270,7 @@ class _Table:
 
     def megabytes(self, key: str, *, legacy: str) -> int | None:
         if key in self.values:
-            return int(self.number(key, above=0))
+            return self.whole(key, least=1)
         value = self._typed(legacy, (str, int), 'a size such as "2G"')
         if value is None:
             return None
@@ -276,9 +286,14 @@ class _Table:
             raise self.error("allowed_hosts", f"is {hosts!r}", "it must be a list of host names")
         if hosts and mode != "allowlist":
             raise self.error("allowed_hosts", "has no effect", 'set network_mode = "allowlist", or remove it')
+        allowed = self._typed("allow_internet", (bool,), "true or false")
         if mode is None:
-            allowed = self._typed("allow_internet", (bool,), "true or false")
             return None if allowed is None else Network("public" if allowed else "no-network")
         if mode not in get_args(NetworkMode):
             raise self.error("network_mode", f"is {mode!r}", f"it must be one of {', '.join(get_args(NetworkMode))}")
+        if allowed is not None and allowed == (mode == "no-network"):
+            problem = f"is {mode!r}, but allow_internet is {'true' if allowed else 'false'}"
+            raise self.error(
+                "network_mode", problem, "remove allow_internet, which is the older spelling, or correct it"
+            )
         return Network(mode, tuple(hosts)) if hosts or mode != "allowlist" else Network()

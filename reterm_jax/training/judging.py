@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 import dataclasses
 import platform
 import random
@@ -21,6 +22,7 @@ from reterm_jax.evaluation.journal import Journal
 from reterm_jax.evaluation.records import AttemptRecord, EvalResult, ForkTree, RunReport
 from reterm_jax.evaluation.view import build_view
 from reterm_jax.rollout.groups import Roller
+from reterm_jax.rollout.restore import Forks
 from reterm_jax.rollout.samplers.jax import JaxSampler
 from reterm_jax.sandbox.base import SandboxError
 from reterm_jax.tasks import families
@@ -73,13 +75,18 @@ async def evaluate(
     roller = dataclasses.replace(roller, temperature=settings.temperature)
     states = await fixed_states(roller, tasks, settings.states, config.seed)
     results = list(known)
-    try:
+    async with contextlib.AsyncExitStack() as stack:
+        forks = {}  # one for each state, so that a lost one is made again once, for all seeds and policies
+        for state in states:
+            stack.push_async_callback(roller.release, state.snapshot)
+            forks[state.id] = await stack.enter_async_context(Forks(roller, by_id[state.task_id], state))
         for name, (params, version) in policies.items():
             sampler.update(params, version)
 
             async def recover(state: FailureState, seed: int, name: str = name) -> AttemptRecord:
                 task = by_id[state.task_id]
-                done, _ = await roller.attempt(task, f"{name}/{state.id}/{seed}", gate, start=state, keep=False)
+                label = f"{name}/{state.id}/{seed}"
+                done, _ = await roller.attempt(task, label, gate, start=state, keep=False, forks=forks[state.id])
                 return _record(done, task, seed)
 
             shared = {"seed": config.seed, "concurrency": roller.concurrent, "faults": (SandboxError,)}
@@ -109,8 +116,6 @@ async def evaluate(
                 EvalResult(name, attempts, recoveries, [record for _, record in sorted(own.finished.items())])
             )
         trees = await fork_trees(roller, tasks, config.eval.trees, config.seed)
-    finally:
-        await asyncio.gather(*(roller.host.release(state.snapshot) for state in states))
     size = sum(x.size for x in jax.tree.leaves(params))
     report = RunReport(
         title="ReTerm run",
@@ -152,7 +157,7 @@ class _AttemptAndRecoveries:
             try:
                 group, _ = await self.roller.recovery_group(task, state, self.forks, f"{label}/again", self.gate)
             finally:
-                await self.roller.host.release(state.snapshot)
+                await self.roller.release(state.snapshot)
             for recovery in group.attempts:
                 self.own.append(recovery.id, _record(recovery, task, seed))
         return _record(attempt, task, seed)
@@ -186,7 +191,7 @@ async def fork_trees(roller: Roller, tasks: Sequence[Task], count: int, seed: in
             listing = await _listing(roller, task, state)
             group, _ = await roller.recovery_group(task, state, forks, f"tree/{task.id}/fork", gate)
         finally:
-            await roller.host.release(state.snapshot)
+            await roller.release(state.snapshot)
         trees.append(
             ForkTree(
                 task.id,
@@ -201,9 +206,14 @@ async def fork_trees(roller: Roller, tasks: Sequence[Task], count: int, seed: in
 
 
 async def _listing(roller: Roller, task: Task, state: FailureState) -> str:
-    sandbox = await roller.host.fork(state.snapshot, task)
+    """The files of a state, one a line; where there is no sandbox to list them in, why."""
+    command = "find . -mindepth 1 -printf '%M %p\\n' | sort -k2 | head -40"
     try:
-        command = "find . -mindepth 1 -printf '%M %p\\n' | sort -k2 | head -40"
-        return (await sandbox.exec(command, timeout=10, fresh=True)).output
-    finally:
-        await sandbox.close()
+        async with Forks(roller, task, state) as forks:
+            sandbox = await forks.sandbox()
+            try:
+                return (await sandbox.exec(command, timeout=10, fresh=True)).output
+            finally:
+                await sandbox.close()
+    except SandboxError as error:
+        return f"(its files cannot be listed: {error})\n"

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from reterm_jax.evaluation.records import EvalResult, RunReport
+from reterm_jax.training.settings import UNTRAINED
 from reterm_jax.training.workdir import Workdir, WorkdirError, first_difference
 
 # What two runs may differ in and still share what comes before RL.
@@ -53,7 +54,7 @@ def open_origin(path: str | os.PathLike[str], config: Mapping[str, Any]) -> Orig
     report = work.root / "report.json"
     if work.read_json("phases/sft.json") is None or not report.exists():
         raise WorkdirError(f"config.start_from: the run in {path} has not finished; start it again, and wait for it")
-    results = [result for result in RunReport.load(report).results if result.name in ("base", "SFT")]
+    results = [result for result in RunReport.load(report).results if result.name in UNTRAINED]
     return Origin(work.root, fingerprint(theirs), results)
 
 

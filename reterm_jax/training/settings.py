@@ -22,6 +22,8 @@ from reterm_jax.training.scoring import ScoringConfig
 from reterm_jax.training.sft_loop import SFTConfig
 from reterm_jax.training.steps import StepConfig
 
+# What evaluations call the policies that RL starts from.
+UNTRAINED = ("base", "SFT")
 # Which attempts the KL and the entropy bonus are taken over.
 REGULARISE = ("all", "trained")
 
@@ -142,6 +144,8 @@ def _reinforcement(config: ConfigDict, limits: AgentLimits) -> Reinforcement:
             max_staleness=rl.pool_staleness,
             size=rl.pool_size,
         )
+        if rl.name in UNTRAINED or "/" in rl.name:
+            raise ValueError(f"name is {rl.name!r}; it must be none of {', '.join(UNTRAINED)}, and have no /")
         if rl.regularise not in REGULARISE:
             raise ValueError(f"regularise {rl.regularise!r} is unknown; one of {', '.join(REGULARISE)}")
         others = {

@@ -151,11 +151,35 @@ def test_unfinished_and_missing_runs_are_named(root, tmp_path):
         ablation.load(root)
 
 
+@pytest.mark.parametrize("seed", [0, 1])
+def test_an_arm_that_one_seed_lacks_is_left_out_and_said_to_be(root, seed):
+    (root / f"seed{1 - seed}" / "grpo").rename(root / f"seed{seed}" / "grpo_half")
+    shutil.rmtree(root / f"seed{seed}" / "grpo")
+    found = ablation.load(root)
+    assert list(found.policies) == ["base", "SFT", "ReTerm-GRPO"] and found.left_out == {"grpo_half": [seed]}
+    said = f"grpo_half (seed {seed}). To add it: launch/ablation.sh --arms=grpo_half --seeds=2"
+    assert said in ablation.markdown(found)
+    ablation.write(found, root)
+    assert json.loads((root / "ablation.json").read_text())["left_out"] == {"grpo_half": [seed]}
+
+
+def test_two_arms_of_one_name_are_refused(root):
+    for seed in range(2):
+        shutil.copytree(root / f"seed{seed}" / "grpo", root / f"seed{seed}" / "grpo_half")
+    with pytest.raises(ablation.AblationError, match="4 policies of 2 seeds are called GRPO.*rl.name"):
+        ablation.load(root)
+
+
 @pytest.mark.parametrize(
     ("argument", "said"),
     [
         ("--seeds=0", "--seeds=0: give how many, 1 or more"),
-        ("--arms=grpo,ppo", "--arms=grpo,ppo: configs/ablation.py has no arm ppo"),
+        ("--arms=grpo,ppo", "--arms=grpo,ppo: configs/ablation.py has no arm ppo to train; it has grpo"),
+        ("--arms=,", "--arms=,: give one arm or more"),
+        ("--arms=grpo.*", "--arms=grpo.*: configs/ablation.py has no arm grpo.*"),
+        ("--arms=grpo,,grpo", "configs/ablation.py has no arm  to train"),
+        ("--arms=cold_start", "configs/ablation.py has no arm cold_start to train"),
+        ("--config.rl.name=A", "--config.rl.name=A: this is what arms differ in"),
         ("--seed=3", "unknown argument --seed=3"),
         ("--config.seed=3", "--config.seed=3: the ablation sets this itself"),
     ],
@@ -163,3 +187,9 @@ def test_unfinished_and_missing_runs_are_named(root, tmp_path):
 def test_the_launcher_refuses_what_it_does_not_know(argument, said):
     done = subprocess.run(["bash", "launch/ablation.sh", argument], cwd=REPO, capture_output=True, text=True)
     assert done.returncode == 1 and said in done.stderr
+
+
+def test_the_launcher_trains_an_arm_for_all_seeds_that_are_there(root):
+    command = ["bash", "launch/ablation.sh", "--arms=grpo_half", "--seeds=1", f"--workdir={root}"]
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
+    assert done.returncode == 1 and "has runs of 2 seeds" in done.stderr and "give --seeds=2 or more" in done.stderr

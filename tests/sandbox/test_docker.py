@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from reterm_jax.sandbox import SandboxError, dockersnapshot
+from reterm_jax.sandbox import SandboxError, SnapshotLost, dockersnapshot
 from reterm_jax.sandbox.reaper import run_label
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ async def test_a_state_that_is_not_complete_is_refused(bench: Bench) -> None:
     host: Any = bench.host
     host._snapshots[snapshot.id] = dataclasses.replace(host._snapshots[snapshot.id], sentinel="other")
     fork = await bench.host.fork(snapshot, bench.task)
-    with pytest.raises(SandboxError, match="is not complete"):
+    with pytest.raises(SnapshotLost, match="is not complete"):
         await fork.exec("touch /app/here", timeout=20)
 
 

@@ -114,6 +114,34 @@ async def test_several_daemons_share_and_a_lost_one_is_taken_out(
     assert left(tmp_path / "run") == 0
 
 
+async def test_a_lost_snapshot_takes_no_daemon_out(
+    proxies: list[DockerProxy], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does another fault of a daemon that did answer, should it be away for a moment after that."""
+    host: Any = host_at(proxies, tmp_path, monkeypatch)
+    task = make_task(tmp_path)
+    try:
+        box = await host.start(task)
+        snapshot = await box.snapshot()
+        await box.close()
+        await host.release(snapshot)
+        proxies[0].cut()
+        with pytest.raises(SnapshotLost, match="not held by this host"):
+            await host.fork(snapshot, task)
+
+        async def start(task: Any) -> None:
+            raise SandboxError("the image cannot be built")
+
+        with monkeypatch.context() as patch, pytest.raises(SandboxError, match="cannot be built"):
+            patch.setattr(host._hosts[0], "start", start)
+            await host.start(task)
+        proxies[0].mend()
+        await (await host.start(task)).close()
+        assert host._hosts[0].load == 0 and len(host._lost) == 0
+    finally:
+        await host.close()
+
+
 @only_docker
 async def test_a_killed_container_is_no_verdict(bench: Bench) -> None:
     (bench.task.path / "tests").mkdir()

@@ -72,7 +72,18 @@ def test_defaults(make_task):
 
 
 def test_what_says_nothing_new_is_accepted(make_task):
-    load(make_task, '[verifier]\nenvironment_mode = "shared"\n[environment]\nos = "linux"\nmcp_servers = []\n')
+    toml = """
+        [verifier]
+        environment_mode = "shared"
+        [environment]
+        os = "linux"
+        mcp_servers = []
+        gpus = 2.0
+        gpu_types = []
+        network_mode = "no-network"
+        allow_internet = false
+        """
+    assert load(make_task, toml).config.environment.gpus == 2
 
 
 def test_networks_by_phase(make_task):
@@ -117,6 +128,14 @@ def test_networks_by_phase(make_task):
         ("[verifier]\nnetwork_mode = 'public'\nallowed_hosts = ['a']", "verifier.allowed_hosts"),
         ("[environment]\nnetwork_mode = 'allowlist'\nallowed_hosts = 'a'", "environment.allowed_hosts"),
         ("[environment]\nallow_internet = 1", "environment.allow_internet"),
+        ("[environment]\nnetwork_mode = 'public'\nallow_internet = false", "environment.network_mode"),
+        ("[environment]\nnetwork_mode = 'no-network'\nallow_internet = true", "environment.network_mode"),
+        ("[agent]\nnetwork_mode = 'public'\nallow_internet = 'no'", "agent.allow_internet"),
+        ("[environment]\ngpus = 0.5", "environment.gpus"),
+        ("[environment]\ngpus = -0.5", "environment.gpus"),
+        ("[environment]\ngpus = inf", "environment.gpus"),
+        ("[environment]\nmemory_mb = 0.5", "environment.memory_mb"),
+        ("[environment]\ngpus = 1\ngpu_types = ['H100']", "environment.gpu_types"),
         ("[[steps]]\nname = 'one'", "steps"),
     ],
 )
@@ -126,6 +145,13 @@ def test_wrong_values_name_file_field_and_remedy(make_task, toml, field):
     assert caught.value.field == field
     assert str(caught.value.file).endswith("example/task.toml") and str(caught.value.file) in str(caught.value)
     assert caught.value.remedy in str(caught.value)
+
+
+def test_networks_that_contradict_each_other_are_both_named(make_task):
+    with pytest.raises(
+        TaskError, match=r"network_mode: is 'public', but allow_internet is false; remove allow_internet"
+    ):
+        load(make_task, "[environment]\nnetwork_mode = 'public'\nallow_internet = false")
 
 
 @pytest.mark.parametrize(

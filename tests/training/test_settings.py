@@ -58,6 +58,8 @@ def quickstart(**overrides):
             {"rl__ema_decay": 0.9, "rl__validate_every": 2, "rl__validation_tasks": 4},
             "config.rl: ema_decay is 0.9 and validate_every 2; the result is either the average or the best by",
         ),
+        ({"rl__name": "SFT"}, "config.rl: name is 'SFT'; it must be none of base, SFT, and have no /"),
+        ({"rl__name": "a/b"}, "config.rl: name is 'a/b'; it must be none of base, SFT, and have no /"),
         ({"rl__regularise": "none"}, "config.rl: regularise 'none' is unknown; one of all, trained"),
         ({"sft__data": "rows.csv"}, "config.sft.data is rows.csv; give a .jsonl or .parquet file"),
         ({"sft__data": "no/rows.jsonl"}, "config.sft.data: there is no file"),
