@@ -96,19 +96,19 @@ def _opened(api: Any, container: str, user: str) -> Runner:
         return Runner(api, container, user)
     except APIError as error:
         if error.status_code == _CONFLICT:
-            _check_runs(api, container)
+            check_runs(api, container)
         raise
 
 
 def _explained(api: Any, container: str, call: Call, runner: Runner, ended: Ended) -> tuple[int, BoundedOutput]:
     """Has the container ended, has the command killed its shell, or can nothing run any more?"""
-    _check_runs(api, container)
+    check_runs(api, container)
     probe = _opened(api, container, "")
     try:
         probe.run(Call("", ":", _PROBE_SECONDS, call.processes, "", {}))
     except Ended:
         time.sleep(_SETTLE)
-        _check_runs(api, container)
+        check_runs(api, container)
         raise Broken(f"no command can run (bash and coreutils are needed): {ended.said}") from None
     finally:
         probe.close()
@@ -122,11 +122,11 @@ def _explained(api: Any, container: str, call: Call, runner: Runner, ended: Ende
     return 137, BoundedOutput.of("The command and everything else that ran was killed")
 
 
-def _check_runs(api: Any, container: str) -> None:
+def check_runs(api: Any, container: str, what: str = "a command ran") -> None:
     """Raises SandboxError if the container has ended."""
     state = api.inspect_container(container)["State"]
     if not state["Running"]:
         if state["ExitCode"] == INCOMPLETE:
             raise SandboxError(f"container {container}: the state that it was forked from is not complete")
         memory = ": out of memory" if state.get("OOMKilled") else ""
-        raise SandboxError(f"container {container} has ended while a command ran{memory}")
+        raise SandboxError(f"container {container} has ended while {what}{memory}")
