@@ -10,11 +10,10 @@ from reterm_jax.sandbox.base import SandboxError
 from reterm_jax.sandbox.dockerrunner import COMMAND_FD, Call, Ended, Runner
 from reterm_jax.sandbox.output import BoundedOutput
 
-__all__ = ["COMMAND_FD", "Broken", "Call", "Runners", "run"]
+__all__ = ["COMMAND_FD", "Broken", "Call", "Runners", "check_runs", "run"]
 
 INCOMPLETE = 97  # exit status of a fork whose state is not complete
 _PROBE_SECONDS = 10.0
-_CONFLICT = 409  # Docker's answer for a container that does not run
 _SETTLE = 2.0  # in which the daemon notices that a container, or a shell in one, has ended
 _PAUSE = 0.05
 
@@ -94,9 +93,8 @@ def _opened(api: Any, container: str, user: str) -> Runner:
 
     try:
         return Runner(api, container, user)
-    except APIError as error:
-        if error.status_code == _CONFLICT:
-            check_runs(api, container)
+    except APIError:
+        check_runs(api, container)  # for one that has ended Docker answers 409, or 500 where it ends just then
         raise
 
 
