@@ -15,6 +15,7 @@ SandboxKind = Literal["bubblewrap", "docker"]
 
 DEFAULT_WORKDIR = "/app"
 BASE_IMAGE = "reterm-sandbox-base"
+BASE_HINT = "bash third_party/sandbox_base/build.sh"
 # In a task's environment directory: the first of these that is there describes several containers.
 COMPOSE_FILES = ("docker-compose.yaml", "docker-compose.yml", "compose.yaml", "compose.yml")
 BASE_ENV: Mapping[str, str] = {
@@ -117,7 +118,10 @@ class Sandbox(Protocol):
         ...
 
     async def set_network(self, phase: Phase) -> None:
-        """Lets it reach what the task allows in that phase; it begins in the agent's. Needed where the two differ."""
+        """Lets it reach what the task allows in that phase; it begins in the agent's. Needed where the two differ.
+
+        Processes that the agent left running live on, and reach what that phase may.
+        """
         ...
 
     async def snapshot(self) -> Snapshot:

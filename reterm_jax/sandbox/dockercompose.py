@@ -13,7 +13,7 @@ import shlex
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -118,9 +118,17 @@ def container_names(sandbox: str, services: tuple[Service, ...]) -> list[str]:
 
 
 def start(
-    client: Any, container: Any, services: tuple[Service, ...], limits: Limits, labels: Mapping[str, str], cpus: float
+    client: Any,
+    container: Any,
+    services: tuple[Service, ...],
+    limits: Limits,
+    labels: Mapping[str, str],
+    cpus: float,
+    cap_drop: Iterable[str] = (),
 ) -> None:
     """Starts the sidecars of `container` one after the other, each when those before it are ready. Blocking.
+
+    They have Docker's usual capabilities and those that they ask for, but for `cap_drop`.
 
     Raises SandboxError naming a service that does not become ready; the caller then removes what was started.
     """
@@ -130,6 +138,7 @@ def start(
             name=name,
             labels=dict(labels),
             network_mode=f"container:{container.id}",
+            cap_drop=list(cap_drop),
             security_opt=["no-new-privileges:true"],
             pids_limit=limits.processes,
             mem_limit=f"{limits.memory_mb}m",

@@ -10,11 +10,10 @@ from reterm_jax.sandbox.base import SandboxError, SnapshotLost
 from reterm_jax.sandbox.dockerrunner import COMMAND_FD, Call, Ended, Runner
 from reterm_jax.sandbox.output import BoundedOutput
 
-__all__ = ["COMMAND_FD", "Broken", "Call", "Runners", "run"]
+__all__ = ["COMMAND_FD", "Broken", "Call", "Runners", "check_runs", "run"]
 
 INCOMPLETE = 97  # exit status of a fork whose state is not complete
 _PROBE_SECONDS = 10.0
-_CONFLICT = 409  # Docker's answer for a container that does not run
 _SETTLE = 2.0  # in which the daemon notices that a container, or a shell in one, has ended
 _PAUSE = 0.05
 
@@ -94,21 +93,20 @@ def _opened(api: Any, container: str, user: str) -> Runner:
 
     try:
         return Runner(api, container, user)
-    except APIError as error:
-        if error.status_code == _CONFLICT:
-            _check_runs(api, container)
+    except APIError:
+        check_runs(api, container)  # for one that has ended Docker answers 409, or 500 where it ends just then
         raise
 
 
 def _explained(api: Any, container: str, call: Call, runner: Runner, ended: Ended) -> tuple[int, BoundedOutput]:
     """Has the container ended, has the command killed its shell, or can nothing run any more?"""
-    _check_runs(api, container)
+    check_runs(api, container)
     probe = _opened(api, container, "")
     try:
         probe.run(Call("", ":", _PROBE_SECONDS, call.processes, "", {}))
     except Ended:
         time.sleep(_SETTLE)
-        _check_runs(api, container)
+        check_runs(api, container)
         raise Broken(f"no command can run (bash and coreutils are needed): {ended.said}") from None
     finally:
         probe.close()
@@ -122,11 +120,11 @@ def _explained(api: Any, container: str, call: Call, runner: Runner, ended: Ende
     return 137, BoundedOutput.of("The command and everything else that ran was killed")
 
 
-def _check_runs(api: Any, container: str) -> None:
+def check_runs(api: Any, container: str, what: str = "a command ran") -> None:
     """Raises SandboxError if the container has ended: SnapshotLost if as a fork that found its state not complete."""
     state = api.inspect_container(container)["State"]
     if not state["Running"]:
         if state["ExitCode"] == INCOMPLETE:
             raise SnapshotLost(f"container {container}: the state that it was forked from is not complete")
         memory = ": out of memory" if state.get("OOMKilled") else ""
-        raise SandboxError(f"container {container} has ended while a command ran{memory}")
+        raise SandboxError(f"container {container} has ended while {what}{memory}")

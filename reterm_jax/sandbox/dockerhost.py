@@ -117,10 +117,12 @@ class DockerHost:
         if snapshot.id not in self._snapshots:
             raise self._budget.missing(snapshot, task.id)
         with self._budget.in_use(snapshot.id):
+            image = self._snapshots[snapshot.id]
             try:
-                return await self._make(self._snapshots[snapshot.id], task)
+                return await self._make(image, task)
             except SandboxError as error:
-                if isinstance(error.__cause__, self.errors.ImageNotFound):
+                cause = error.__cause__
+                if isinstance(cause, self.errors.ImageNotFound) and image.name in str(cause):  # not that of a sidecar
                     raise SnapshotLost(f"snapshot {snapshot.id}: {error}") from error
                 raise
 
@@ -291,10 +293,11 @@ class DockerHost:
             if image.skeleton:  # a snapshot has it already, perhaps changed by the agent
                 container.put_archive("/", _skeleton())
             container.start()
-            if image.networks.has_routes:
-                dockernetwork.apply(self.client, container, image.networks, "agent")
             dockersnapshot.restore(self.client, container, image)
-            dockercompose.start(self.client, container, image.services, limits, self._labels, cpus)
+            if image.networks.fenced:
+                dockernetwork.apply(self.client, container, image.networks, "agent")
+            dropped = image.networks.dropped
+            dockercompose.start(self.client, container, image.services, limits, self._labels, cpus, dropped)
         except BaseException:
             self._remove(container, image)
             raise

@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reterm_jax.sandbox import dockercompose, dockernetwork, shell
-from reterm_jax.sandbox.base import BASE_IMAGE, DEFAULT_WORKDIR, SandboxError, SandboxUnavailable
+from reterm_jax.sandbox.base import BASE_HINT, BASE_IMAGE, DEFAULT_WORKDIR, SandboxError, SandboxUnavailable
 from reterm_jax.sandbox.environment import compose_file, limits_of
 from reterm_jax.sandbox.process import disk_errors
 
 if TYPE_CHECKING:
     from reterm_jax.tasks.task import Task
 
-BASE_HINT = "bash third_party/sandbox_base/build.sh"
 _DAEMON_HINT = "as root run: apt-get install -y docker.io && (systemctl start docker || dockerd &)"
 _API_TIMEOUT = 120  # seconds for one answer of the daemon
 
@@ -102,13 +101,17 @@ def prepare(client: Any, task: Task, tag: str, labels: Mapping[str, str], logs: 
         image = built({"path": str(context)})
     else:
         image = _find(client, BASE_IMAGE, task)
+    capabilities = {"environment.capabilities": config.capabilities}
+    for service, options in compose.services.items() if compose else ():
+        capabilities[f"{file}: services.{service}.cap_add"] = options.get("cap_add") or ()
+    networks = dockernetwork.read(task, capabilities)
     own = image.attrs["Config"].get("WorkingDir")
     return Image(
         name=image.id,
         workdir=config.workdir or main.get("working_dir") or own or DEFAULT_WORKDIR,
         env=shell.check_env({**dockercompose.environment(main), **(config.env or {})}),
         limits=limits_of(task),
-        networks=dockernetwork.read(task),
+        networks=networks,
         layers=len(image.attrs["RootFS"]["Layers"]),
         size=image.attrs["Size"],
         capabilities=(*config.capabilities, *main.get("cap_add", ())),

@@ -1,26 +1,51 @@
 """What a container may reach: all, nothing, or chosen hosts; for the verifier it may be something else.
 
-Where Docker's own `none` or `bridge` does for the sandbox's whole life, it gets that. Else it stands on the bridge and
-its routes are set by a helper in its network namespace, before any command runs in it and again before the verifier.
-Nothing in the sandbox can change routes: it has no capability to. The addresses of chosen hosts are looked up once, on
-this machine, and stand in /etc/hosts: the sandbox reaches no name server, through which anything could leak.
+Where Docker's own `none` or `bridge` does for the sandbox's whole life, it gets that. Else it is made on `none`, so
+that even its process 1, which an agent may have replaced in the state that a fork starts from, finds no network; then
+it is connected to the bridge while a phase has a network, and to nothing while it has none. For an allowlist a helper
+sets packet filters in its network namespace before that. Nothing in the sandbox can change them: it has no capability
+to.
+
+Routes would not do: a process without any capability can bind a socket to a device and needs no route then. Each chosen
+host has one IPv4 address, looked up once, on this machine, and written to /etc/hosts: a sandbox with an allowlist
+reaches no name server, through which anything could leak, and no second address of a host that has several. Processes
+live on when the phase changes, as tasks may need a server that the agent has started: they get the verifier's network.
 """
 
 from __future__ import annotations
 
-import ipaddress
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, get_args
 
-from reterm_jax.sandbox.base import BASE_IMAGE, SandboxError
+from reterm_jax.sandbox import dockerexec
+from reterm_jax.sandbox.base import BASE_HINT, BASE_IMAGE, SandboxError
 from reterm_jax.tasks.config import Network, Phase
 
 if TYPE_CHECKING:
     from reterm_jax.tasks.task import Task
 
-_CHANGES_ROUTES = ("NET_ADMIN", "NET_RAW", "SYS_ADMIN", "ALL")
+# With one of these a process gets around the filters; raw frames do not pass them.
+_UNFENCING = ("NET_ADMIN", "NET_RAW", "SYS_ADMIN", "SYS_MODULE", "ALL")
+# `inet` is IPv4 and IPv6. To reject, not only to drop, spares the agent a wait for each time limit.
+_FILTERS = """
+table inet reterm {
+  chain output {
+    type filter hook output priority 0; policy drop;
+    oif lo accept
+    ip daddr { @ADDRESSES@ } accept
+    reject with icmpx type no-route
+  }
+  chain input {
+    type filter hook input priority 0; policy drop;
+    iif lo accept
+    ct state established,related accept
+  }
+}
+"""
+_NO_FILTERS = "add table inet reterm; delete table inet reterm;"
+_NOT_FOUND = 127  # exit status of bash
 
 
 @dataclass(frozen=True)
@@ -33,27 +58,43 @@ class Networks:
     @property
     def mode(self) -> str:
         """Docker's network mode."""
-        return "none" if all(network.mode == "no-network" for network in self.by_phase.values()) else "bridge"
+        return "bridge" if self._modes == {"public"} else "none"
 
     @property
-    def has_routes(self) -> bool:
+    def fenced(self) -> bool:
         """Whether Docker's mode alone does not do."""
-        return len(set(self.by_phase.values())) > 1 or any(n.mode == "allowlist" for n in self.by_phase.values())
+        return self._modes not in ({"public"}, {"no-network"})
+
+    @property
+    def filtered(self) -> bool:
+        """Whether there is an allowlist."""
+        return "allowlist" in self._modes
+
+    @property
+    def dropped(self) -> tuple[str, ...]:
+        """The capabilities that sidecars, which share the network, must not have from Docker's defaults."""
+        return ("NET_ADMIN", "NET_RAW") if self.fenced else ()
 
     @property
     def extra_hosts(self) -> dict[str, str]:
         """For /etc/hosts."""
         return {host: address for host, address in self.addresses.items() if host != address}
 
+    @property
+    def _modes(self) -> set[str]:
+        return {network.mode for network in self.by_phase.values()}
 
-def read(task: Task) -> Networks:
-    """Blocking: looks names up. Raises SandboxError naming the task and a host that cannot be allowed."""
+
+def read(task: Task, capabilities: Mapping[str, Iterable[str]]) -> Networks:
+    """Blocking: looks names up. `capabilities` are those that the task asks for, by the field that asks.
+
+    Raises SandboxError naming the task and a host that cannot be allowed, or a field whose capabilities undo a network.
+    """
     networks = Networks({phase: task.config.network(phase) for phase in get_args(Phase)}, {})
-    asked = sorted(set(_CHANGES_ROUTES).intersection(task.config.environment.capabilities))
-    if networks.has_routes and asked:
-        raise SandboxError(
-            f"task {task.id}: with environment.capabilities {asked} the agent could undo network_mode; remove one"
-        )
+    for field, names in capabilities.items():
+        asked = sorted({name.upper().removeprefix("CAP_") for name in names}.intersection(_UNFENCING))
+        if networks.fenced and asked:
+            raise SandboxError(f"task {task.id}: with {field} {asked} the agent could undo network_mode; remove one")
     hosts = {host for network in networks.by_phase.values() for host in network.hosts}
     return Networks(networks.by_phase, {host: _address(host, task.id) for host in sorted(hosts)})
 
@@ -69,43 +110,49 @@ def _address(host: str, task_id: str) -> str:
 
 
 def apply(client: Any, container: Any, networks: Networks, phase: Phase) -> None:
-    """Lets a running container reach what it may in `phase`. Blocking. Raises SandboxError where that fails."""
+    """Lets a running container with `fenced` networks reach what it may in `phase`. Blocking.
+
+    Raises SandboxError, or an error of Docker's, where that fails; then the container may be without any network.
+    """
+    dockerexec.check_runs(client.api, container.name, "its network was set")  # Docker connects what has ended too
+    container.reload()
+    # `none` too: Docker connects nothing that is on it.
+    for name in container.attrs["NetworkSettings"]["Networks"]:
+        client.api.disconnect_container_from_network(container.id, name)
+    network = networks.by_phase[phase]
+    if network.mode == "no-network":
+        return
+    if networks.filtered:
+        addresses = ", ".join(sorted({networks.addresses[host] for host in network.hosts}))
+        _filter(client, container, "" if network.mode == "public" else _FILTERS.replace("@ADDRESSES@", addresses))
+    client.api.connect_container_to_network(container.id, "bridge")
+
+
+def _filter(client: Any, container: Any, filters: str) -> None:
+    """Puts `filters` in the place of those that the container has."""
     from docker import errors
 
-    container.reload()
-    bridge = container.attrs["NetworkSettings"]["Networks"]["bridge"]
-    script = "\n".join(
-        ["set -e", "ip route flush table main", "ip -6 route flush table main", *_routes(networks, phase, bridge)]
-    )
+    failed = f"container {container.name}: its network cannot be limited"
     try:
-        client.containers.run(
+        helper = client.containers.create(  # unlike `run` it asks no registry for an image that is missing
             BASE_IMAGE,
-            ["bash", "-c", script],
+            ["bash", "-c", 'nft "$0"', _NO_FILTERS + filters],
             network_mode=f"container:{container.id}",
             cap_drop=["ALL"],
             cap_add=["NET_ADMIN"],
             labels=container.labels,
-            remove=True,
-            stderr=True,
         )
-    except errors.ContainerError as error:
-        said = (error.stderr or b"").decode(errors="replace").strip()
-        raise SandboxError(f"container {container.name}: its network cannot be set: {said}") from error
     except errors.ImageNotFound as error:
         raise SandboxError(
-            f"container {container.name}: its network is set by a program of the image {BASE_IMAGE}, which is missing; "
-            "build it: bash third_party/sandbox_base/build.sh"
+            f"{failed}: that is done in the image {BASE_IMAGE}, which is missing: {BASE_HINT}"
         ) from error
-
-
-def _routes(networks: Networks, phase: Phase, bridge: Mapping[str, Any]) -> list[str]:
-    network, gateway = networks.by_phase[phase], bridge["Gateway"]
-    subnet = ipaddress.ip_network(f"{bridge['IPAddress']}/{bridge['IPPrefixLen']}", strict=False)
-    if network.mode == "public":
-        return [f"ip route add {subnet} dev eth0", f"ip route add default via {gateway}"]
-    addresses = sorted({networks.addresses[host] for host in network.hosts})
-    outside = [address for address in addresses if ipaddress.ip_address(address) not in subnet]
-    near = [f"ip route add {address} dev eth0" for address in addresses if address not in outside]
-    # There is no route to the gateway itself: it is the daemon's machine.
-    far = [f"ip route add {address} via {gateway} dev eth0 onlink" for address in outside]
-    return near + far
+    try:
+        helper.start()
+        status = helper.wait()["StatusCode"]
+        said = helper.logs().decode(errors="replace").strip()
+    finally:
+        helper.remove(force=True)
+    if status == _NOT_FOUND:
+        raise SandboxError(f"{failed}: the image {BASE_IMAGE} is an old one, without nft; make it again: {BASE_HINT}")
+    if status != 0:
+        raise SandboxError(f"{failed}; does the kernel of the Docker daemon have netfilter (nf_tables)? {said}")

@@ -132,7 +132,7 @@ class DockerSandbox:
 
     async def set_network(self, phase: Phase) -> None:
         networks = self._image.networks
-        if not networks.has_routes:
+        if not networks.fenced:
             return
 
         def apply() -> None:

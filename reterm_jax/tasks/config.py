@@ -40,7 +40,10 @@ class TaskError(ValueError):
 
 @dataclass(frozen=True)
 class Network:
-    """What a sandbox may reach: all, nothing, or the chosen `hosts` (an allowlist without any is "no-network")."""
+    """What a sandbox may reach: all, nothing, or the chosen `hosts` (an allowlist without any is "no-network").
+
+    A host is reached at one IPv4 address, however many it has.
+    """
 
     mode: NetworkMode = "no-network"
     hosts: tuple[str, ...] = ()

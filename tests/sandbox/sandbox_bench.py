@@ -9,8 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from reterm_jax.sandbox import SandboxHost, SandboxUnavailable
-from reterm_jax.sandbox.base import BASE_IMAGE
-from reterm_jax.sandbox.dockerimage import BASE_HINT, connect
+from reterm_jax.sandbox.base import BASE_HINT, BASE_IMAGE
+from reterm_jax.sandbox.dockerimage import connect
 from reterm_jax.sandbox.jail import find_bwrap
 from reterm_jax.tasks.config import EnvironmentConfig, TaskConfig
 
