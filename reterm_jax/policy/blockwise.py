@@ -86,7 +86,7 @@ def _backward(block, residuals, dout_BGRTK):
     product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
     def meet(pair, carry):
-        dq_BGRTK, dk_BGTK, dv_BGTK = carry
+        dq_BGKRT, dk_BGTK, dv_BGTK = carry
         i, j = pairs.queries_N[pair], pairs.keys_N[pair]
         q, k, v = pairs.arrays(i, j)
         dout = _slice(dout_BGRTK, i, block, axis=3)
@@ -95,19 +95,20 @@ def _backward(block, residuals, dout_BGRTK):
         visible = pairs.visible(i, j).swapaxes(-1, -2)[:, None, :, None]
         weights = jnp.where(visible, jnp.exp(product("bgsk,bgrtk->bgsrt", k, q) - norm), 0.0)
         dscores = (weights * (product("bgsk,bgrtk->bgsrt", v, dout) - centre)).astype(q.dtype)
-        dq = product("bgsrt,bgsk->bgrtk", dscores, k)
+        # K before R and T: the scores, the larger side, are then multiplied as they lie.
+        dq = product("bgsk,bgsrt->bgkrt", k, dscores)
         dk = product("bgsrt,bgrtk->bgsk", dscores, q)
         dv = product("bgsrt,bgrtk->bgsk", weights.astype(dout.dtype), dout)
         return (
-            _put(dq_BGRTK, _slice(dq_BGRTK, i, block, axis=3) + dq, i, block, axis=3),
+            _put(dq_BGKRT, _slice(dq_BGKRT, i, block, axis=4) + dq, i, block, axis=4),
             _put(dk_BGTK, _slice(dk_BGTK, j, block, axis=2) + dk, j, block, axis=2),
             _put(dv_BGTK, _slice(dv_BGTK, j, block, axis=2) + dv, j, block, axis=2),
         )
 
-    start = (jnp.zeros(x.shape, jnp.float32) for x in (q_BGRTK, k_BGTK, v_BGTK))
+    start = (jnp.zeros(x.shape, jnp.float32) for x in (jnp.moveaxis(q_BGRTK, -1, 2), k_BGTK, v_BGTK))
     grads = lax.fori_loop(0, pairs.count, meet, tuple(start))
-    dq, dk, dv = (grad.astype(x.dtype) for grad, x in zip(grads, (q_BGRTK, k_BGTK, v_BGTK), strict=True))
-    return dq, dk, dv, None, None
+    dq_BGKRT, dk, dv = (grad.astype(x.dtype) for grad, x in zip(grads, (q_BGRTK, k_BGTK, v_BGTK), strict=True))
+    return jnp.moveaxis(dq_BGKRT, 2, -1), dk, dv, None, None
 
 
 _attention.defvjp(_forward, _backward)

@@ -214,12 +214,16 @@ def chunked_delta_rule(
         # goes on in the next chunk. Where there is none, the trunk had ended before, and its state is carried on.
         in_trunk_NBC = documents_NBC == trunks_NBC[..., -1:]
         last_NB = jnp.max(jnp.where(in_trunk_NBC, jnp.arange(chunk), -1), axis=-1)
-        picked_NBC = (last_NB[..., None] == jnp.arange(chunk)).astype(jnp.float32)
-        through_NBGR = product("nbc,nbgrc->nbgr", picked_NBC, decay_in_NBGRC)
+        picked_NBC = last_NB[..., None] == jnp.arange(chunk)
+
+        def at_last(x_NBGRC: jax.Array) -> jax.Array:
+            return jnp.sum(jnp.where(picked_NBC[:, :, None, None], x_NBGRC, 0.0), axis=-1)
+
+        seen_NBC = jnp.any(picked_NBC[..., None] & visible_NBCC, axis=-2)
+        difference = at_last(decay_sum_NBGRC)[..., None] - decay_sum_NBGRC
+        decay_out_NBGRC = jnp.exp(jnp.where(seen_NBC[:, :, None, None], difference, -jnp.inf))
         ended_NB11 = (last_NB < 0)[..., None, None]
-        trunk_end = transition(
-            product("nbi,nbgrij->nbgrj", picked_NBC, decay_NBGRCC), jnp.where(ended_NB11, 1.0, through_NBGR)
-        )
+        trunk_end = transition(decay_out_NBGRC, jnp.where(ended_NB11, 1.0, at_last(decay_in_NBGRC)))
         own_at_end_NB = reads_own_NBC[..., -1]
         own_at_trunk_NB = jnp.any(in_trunk_NBC & reads_own_NBC, axis=-1) & (last_NB >= 0)
 
