@@ -84,6 +84,9 @@ def _backward(block, residuals, dout_BGRTK):
     # sum_s p_ts dp_ts, by which the softmax's gradient is centred.
     centre_BGRT = jnp.einsum("bgrtk,bgrtk->bgrt", dout_BGRTK, out_BGRTK, preferred_element_type=jnp.float32)
     product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+    # With K first the queries' gradient takes the scores, its larger side, as they lie. The keys are turned here, as
+    # XLA's CPU backend refuses bfloat16 where it has to turn them in the product.
+    k_BGKT = k_BGTK.swapaxes(2, 3)
 
     def meet(pair, carry):
         dq_BGKRT, dk_BGTK, dv_BGTK = carry
@@ -95,8 +98,7 @@ def _backward(block, residuals, dout_BGRTK):
         visible = pairs.visible(i, j).swapaxes(-1, -2)[:, None, :, None]
         weights = jnp.where(visible, jnp.exp(product("bgsk,bgrtk->bgsrt", k, q) - norm), 0.0)
         dscores = (weights * (product("bgsk,bgrtk->bgsrt", v, dout) - centre)).astype(q.dtype)
-        # K before R and T: the scores, the larger side, are then multiplied as they lie.
-        dq = product("bgsk,bgsrt->bgkrt", k, dscores)
+        dq = product("bgks,bgsrt->bgkrt", _slice(k_BGKT, j, block, axis=3), dscores)
         dk = product("bgsrt,bgrtk->bgsk", dscores, q)
         dv = product("bgsrt,bgrtk->bgsk", weights.astype(dout.dtype), dout)
         return (
