@@ -72,6 +72,7 @@ _send() {{
   fi
 }}
 _out=/proc/$$/fd/{_OUTPUT_FD}
+_last=
 trap : HUP INT TERM  # `pkill bash` is for the command's own; a trap, unlike a signal ignored, is not passed on
 while IFS= read -r -d '' _token; do
   for _field in _limit _processes _keep _exports _line _command; do
@@ -83,7 +84,9 @@ while IFS= read -r -d '' _token; do
   unset -v _command
   [ -z "$_relieved" ] || printf '%s\n' "$_relieved" >&{_OUTPUT_FD}
   printf %s "$_token"
+  # Start times are told to a hundredth of a second: what the last command left running must be older than this one.
   read -r _mine _ < /proc/uptime
+  while [ -n "$_mine" -a "$_mine" = "$_last" ]; do read -r _mine _ < /proc/uptime; done
   _begin=${{EPOCHREALTIME/[.,]/}}
   # What a memory bomb meets first must not be this shell nor process 1. A process may only make itself likelier to go.
   (
@@ -109,6 +112,7 @@ while IFS= read -r -d '' _token; do
   [ "$_size" -le $(( 2 * _keep )) ] || _size=$(stat -L -c %s "$_out")
   _send
   exec {_OUTPUT_FD}>&-
+  read -r _last _ < /proc/uptime
   printf '%s %s %s\n' "$_token" "$_status" "$_size"
 done
 """
