@@ -6,7 +6,7 @@ Per token t and head, with decay exp(g_t), write strength b_t, unit key k_t and 
 
 Training runs the chunked form of it (`chunked_delta_rule`), decoding the recurrence itself (`delta_rule_step`).
 Gates, norms and the state are float32. Dimension letters: B rows, T tokens, N chunks, C tokens of a chunk, G key
-heads, R value heads per key head, K key size, V value size, W convolution width.
+heads, R value heads per key head, H value heads (G R), K key size, V value size, W convolution width.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ set -euo pipefail
 TAG=reterm-sandbox-base
 SUITE=bookworm
 # What bubblewrap sandboxes find on an ordinary Debian host, and minbase lacks; nftables sets allowlists of networks.
-INCLUDE=bzip2,file,git,iproute2,less,nftables,patch,procps,python3-minimal,unzip,xz-utils,zip
+INCLUDE=bzip2,file,git,less,nftables,patch,procps,python3-minimal,unzip,xz-utils,zip
 
 need() { command -v "$1" >/dev/null || { echo "error: $1 is missing; as root run: apt-get install -y $2" >&2; exit 1; }; }
 need debootstrap debootstrap
