@@ -27,6 +27,9 @@ DeltaNetParams = dict[str, jax.Array]
 # Accelerators multiply float32 in fewer bits by default; the chunk algebra needs them all.
 _EXACT = jax.lax.Precision.HIGHEST
 
+# Chunks of a long row whose algebra is in memory at one time.
+_SEGMENT = 32
+
 
 class DeltaState(NamedTuple):
     """What one layer carries from token to token: the last W-1 convolution inputs, and the matrix state (float32)."""
@@ -148,67 +151,74 @@ def chunked_delta_rule(
     """
     B, T, G, R, V = v_BTGRV.shape
     chunk = min(chunk, 1 << (T - 1).bit_length())
-    pad = -T % chunk
+    segments = -(-T // (chunk * _SEGMENT))
+    pad = -T % (chunk * segments)
     # Padding neither decays (log decay 0) nor writes (strength 0), so the state passes through it.
-    q, k, v, log_decay_NBCGR, strength = (
+    q, k, v, log_decay, strength = (
         _chunks_first(x, chunk, pad) for x in (q_BTGK, k_BTGK, v_BTGRV, log_decay_BTGR, strength_BTGR)
     )
-    documents_NBC = _chunks_first(documents_BT, chunk, pad, mode="edge")
+    documents = _chunks_first(documents_BT, chunk, pad, mode="edge")
+    trunks = None if trunk_BT is None else _chunks_first(trunk_BT, chunk, pad, mode="edge")
+    # The token before a chunk; before the first, a token of the row's first document.
+    entering = tuple(None if x is None else jnp.concatenate([x[:1, :, 0], x[:-1, :, -1]]) for x in (documents, trunks))
+    chunks = (q, k, v, log_decay, strength, documents, trunks, *entering)
+    states = (state_BGRKV,) if trunk_BT is None else (state_BGRKV, state_BGRKV)
+    if segments == 1:
+        states, out = _segment(states, chunks)
+    else:
+        chunks = jax.tree.map(lambda x: x.reshape(segments, -1, *x.shape[1:]), chunks)
+        states, out = jax.lax.scan(jax.checkpoint(_segment, prevent_cse=False), states, chunks)
+    out_BTGRV = jnp.moveaxis(out.reshape(-1, B, chunk, G, R, V), 0, 1).reshape(B, T + pad, G, R, V)
+    return out_BTGRV[:, :T], states[0]
+
+
+def _segment(states: tuple, chunks: tuple) -> tuple[tuple, jax.Array]:
+    """`chunked_delta_rule` for neighbouring chunks: (states after them, outputs [N,B,C,G,R,V])."""
+    q, k, v, log_decay_NBCGR, strength, documents_NBC, trunks_NBC, document_in_NB, trunk_in_NB = chunks
+    chunk, R = q.shape[2], v.shape[4]
     q_NBGCK, k_NBGCK = (x.swapaxes(2, 3) for x in (q, k))
     v_NBGRCV, strength_NBGRC = (jnp.moveaxis(x, 2, 4) for x in (v, strength))
 
-    trunks_NBC = documents_NBC if trunk_BT is None else _chunks_first(trunk_BT, chunk, pad, mode="edge")
-
     # Only the document that enters a chunk, or branches of a trunk that does, read the carried state.
-    def entering(x_NBC: jax.Array) -> jax.Array:
-        return jnp.concatenate([x_NBC[:1, :, 0], x_NBC[:-1, :, -1]])[..., None]
-
     in_document_NBCC = documents_NBC[..., :, None] == documents_NBC[..., None, :]
-    reads_own_NBC = documents_NBC == entering(documents_NBC)
+    reads_own_NBC = documents_NBC == document_in_NB[..., None]
     reads_NBC = reads_own_NBC
-    if trunk_BT is not None:
+    if trunks_NBC is not None:
         in_document_NBCC |= trunks_NBC[..., :, None] == documents_NBC[..., None, :]
-        reads_own_NBC |= trunks_NBC == entering(documents_NBC)
-        reads_NBC = reads_own_NBC | (trunks_NBC == entering(trunks_NBC))
+        reads_own_NBC |= trunks_NBC == document_in_NB[..., None]
+        reads_NBC = reads_own_NBC | (trunks_NBC == trunk_in_NB[..., None])
     visible_NBCC = in_document_NBCC & jnp.tril(jnp.ones((chunk, chunk), bool))
-
-    def product(formula: str, a: jax.Array, b: jax.Array) -> jax.Array:
-        return jnp.einsum(formula, a, b, precision=_EXACT)
 
     # Summed from the document's first token in the chunk, not as a running sum over the chunk: no rounding error, not
     # even in gradients, then comes from the document before.
-    decay_sum_NBGRC = product("nbij,nbjgr->nbgri", visible_NBCC.astype(log_decay_NBCGR.dtype), log_decay_NBCGR)
+    decay_sum_NBGRC = _product("nbij,nbjgr->nbgri", visible_NBCC.astype(log_decay_NBCGR.dtype), log_decay_NBCGR)
     # Masked before exp: above the diagonal and across documents the difference may be positive, and its exp overflow.
     difference = decay_sum_NBGRC[..., :, None] - decay_sum_NBGRC[..., None, :]
     decay_NBGRCC = jnp.exp(jnp.where(visible_NBCC[:, :, None, None], difference, -jnp.inf))
     decay_in_NBGRC = jnp.where(reads_NBC[:, :, None, None], jnp.exp(decay_sum_NBGRC), 0.0)
 
     # What only keys and queries make is made once for the R value heads that share them.
-    key_key = _for_value_heads(product("nbgik,nbgjk->nbgij", k_NBGCK, k_NBGCK), R)
-    query_key = _for_value_heads(product("nbgik,nbgjk->nbgij", q_NBGCK, k_NBGCK), R)
+    key_key = _for_value_heads(_product("nbgik,nbgjk->nbgij", k_NBGCK, k_NBGCK), R)
+    query_key = _for_value_heads(_product("nbgik,nbgjk->nbgij", q_NBGCK, k_NBGCK), R)
     q_NBGRCK, k_NBGRCK = (_for_value_heads(x, R) for x in (q_NBGCK, k_NBGCK))
     inverse_NBGRCC = unit_lower_inverse(jnp.tril(strength_NBGRC[..., None] * key_key * decay_NBGRCC, -1))
     # With the incoming state S, the chunk's corrected writes are `own` - `read` S.
     values_NBGRCV = strength_NBGRC[..., None] * v_NBGRCV
     keys_NBGRCK = (strength_NBGRC * decay_in_NBGRC)[..., None] * k_NBGRCK
     # Products with `own` and with `read` stay apart: neither side is copied, and a CPU runs the two side by side.
-    own_NBGRCV = product("nbgrij,nbgrjv->nbgriv", inverse_NBGRCC, values_NBGRCV)
-    read_NBGRCK = product("nbgrij,nbgrjk->nbgrik", inverse_NBGRCC, keys_NBGRCK)
+    own_NBGRCV = _product("nbgrij,nbgrjv->nbgriv", inverse_NBGRCC, values_NBGRCV)
+    read_NBGRCK = _product("nbgrij,nbgrjk->nbgrik", inverse_NBGRCC, keys_NBGRCK)
 
     def transition(decay_out: jax.Array, decay_through: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """The state at a token as a function S -> through S - forget S + write of the state that its way enters in."""
         k_out_NBGRCK = k_NBGRCK * decay_out[..., None]
-        forget_NBGRKK = product("nbgrck,nbgrcl->nbgrkl", k_out_NBGRCK, read_NBGRCK)
-        write_NBGRKV = product("nbgrck,nbgrcv->nbgrkv", k_out_NBGRCK, own_NBGRCV)
+        forget_NBGRKK = _product("nbgrck,nbgrcl->nbgrkl", k_out_NBGRCK, read_NBGRCK)
+        write_NBGRKV = _product("nbgrck,nbgrcv->nbgrkv", k_out_NBGRCK, own_NBGRCV)
         return decay_through[..., None, None], forget_NBGRKK, write_NBGRKV
 
-    def apply(step: tuple[jax.Array, jax.Array, jax.Array], state: jax.Array) -> jax.Array:
-        through, forget, write = step
-        return through * state - product("bgrkl,bgrlv->bgrkv", forget, state) + write
-
     at_end = transition(decay_NBGRCC[..., -1, :], decay_in_NBGRC[..., -1])
-    if trunk_BT is None:
-        final_state, states_NBGRKV = jax.lax.scan(lambda s, step: (apply(step, s), s), state_BGRKV, at_end)
+    if trunks_NBC is None:
+        states, entered = _carry(states, (at_end,), None)
     else:
         # The last token of the chunk that is in the trunk of the chunk's last token: after it that trunk has ended, or
         # goes on in the next chunk. Where there is none, the trunk had ended before, and its state is carried on.
@@ -227,30 +237,92 @@ def chunked_delta_rule(
         own_at_end_NB = reads_own_NBC[..., -1]
         own_at_trunk_NB = jnp.any(in_trunk_NBC & reads_own_NBC, axis=-1) & (last_NB >= 0)
 
-        def both(states, step):
-            end, own_at_end, trunk, own_at_trunk = step
-            own, shared = states
-
-            def entered(is_own):
-                return jnp.where(is_own[:, None, None, None, None], own, shared)
-
-            return (apply(end, entered(own_at_end)), apply(trunk, entered(own_at_trunk))), states
-
-        (final_state, _), states = jax.lax.scan(
-            both, (state_BGRKV, state_BGRKV), (at_end, own_at_end_NB, trunk_end, own_at_trunk_NB)
-        )
+        states, entered = _carry(states, (at_end, trunk_end), (own_at_end_NB, own_at_trunk_NB))
     # Own writes reach the outputs directly, the state through the query less what the writes have corrected of it.
     weights_NBGRCC = query_key * decay_NBGRCC
-    out_NBGRCV = product("nbgrij,nbgrjv->nbgriv", weights_NBGRCC, own_NBGRCV)
-    q_in_NBGRCK = q_NBGRCK * decay_in_NBGRC[..., None] - product("nbgrij,nbgrjk->nbgrik", weights_NBGRCC, read_NBGRCK)
-    if trunk_BT is None:
-        out_NBGRCV += product("nbgrck,nbgrkv->nbgrcv", q_in_NBGRCK, states_NBGRKV)
+    out_NBGRCV = _product("nbgrij,nbgrjv->nbgriv", weights_NBGRCC, own_NBGRCV)
+    q_in_NBGRCK = q_NBGRCK * decay_in_NBGRC[..., None] - _product("nbgrij,nbgrjk->nbgrik", weights_NBGRCC, read_NBGRCK)
+    if trunks_NBC is None:
+        out_NBGRCV += _product("nbgrck,nbgrkv->nbgrcv", q_in_NBGRCK, entered[0])
     else:
-        for reads, state_NBGRKV in zip((reads_own_NBC, ~reads_own_NBC), states, strict=True):
+        for reads, state_NBGRKV in zip((reads_own_NBC, ~reads_own_NBC), entered, strict=True):
             reading_NBGRCK = jnp.where(reads[:, :, None, None, :, None], q_in_NBGRCK, 0.0)
-            out_NBGRCV += product("nbgrck,nbgrkv->nbgrcv", reading_NBGRCK, state_NBGRKV)
-    out_BTGRV = out_NBGRCV.transpose(1, 0, 4, 2, 3, 5).reshape(B, T + pad, G, R, V)[:, :T]
-    return out_BTGRV, final_state
+            out_NBGRCV += _product("nbgrck,nbgrkv->nbgrcv", reading_NBGRCK, state_NBGRKV)
+    return states, jnp.moveaxis(out_NBGRCV, 4, 2)
+
+
+_Step = tuple[jax.Array, jax.Array, jax.Array]  # through [N,B,G,R,1,1], forget [N,B,G,R,K,K], write [N,B,G,R,K,V]
+_States = tuple[jax.Array, ...]
+
+
+@jax.custom_vjp
+def _carry(states: _States, steps: tuple[_Step, ...], from_own: _States | None) -> tuple[_States, _States]:
+    """Carries the states from chunk to chunk: (those after the last, those that enter each [N,B,G,R,K,V]).
+
+    Per step there is one state, which it makes of the one that `from_own` [N,B] says, the first or the second. The
+    gradient is written out for what the loop over chunks then does: one product a state and chunk, and nothing kept
+    but the states. The gradients of the steps follow from them for all chunks at once.
+    """
+
+    def chunk(states: _States, inputs: tuple) -> tuple[_States, _States]:
+        steps, from_own = inputs
+        after = [
+            through * state - _product("bgrkl,bgrlv->bgrkv", forget, state) + write
+            for (through, forget, write), state in zip(steps, _step_inputs(states, from_own), strict=True)
+        ]
+        return tuple(after), states
+
+    return jax.lax.scan(chunk, states, (steps, from_own))
+
+
+def _carry_forward(states: _States, steps: tuple[_Step, ...], from_own: _States | None):
+    after, entered = _carry(states, steps, from_own)
+    return (after, entered), (entered, [step[:2] for step in steps], from_own)
+
+
+def _carry_backward(kept, gradients: tuple[_States, _States]):
+    entered, steps, from_own = kept
+    d_after, d_entered = gradients
+
+    def chunk(d_after: _States, inputs: tuple) -> tuple[_States, _States]:
+        steps, from_own, d_entered = inputs
+        d_inputs = [
+            through * d - _product("bgrlk,bgrlv->bgrkv", forget, d)
+            for (through, forget), d in zip(steps, d_after, strict=True)
+        ]
+        if from_own is None:
+            return (d_entered[0] + d_inputs[0],), d_after
+        owns = [own[:, None, None, None, None] for own in from_own]
+        d_own, d_shared = d_entered
+        for own, d in zip(owns, d_inputs, strict=True):
+            d_own, d_shared = d_own + jnp.where(own, d, 0.0), d_shared + jnp.where(own, 0.0, d)
+        return (d_own, d_shared), d_after
+
+    d_states, d_writes = jax.lax.scan(chunk, d_after, (steps, from_own, d_entered), reverse=True)
+    d_steps = tuple(
+        (
+            jnp.sum(d * state, axis=(-2, -1), keepdims=True),
+            -_product("nbgrkv,nbgrlv->nbgrkl", d, state),
+            d,
+        )
+        for d, state in zip(d_writes, _step_inputs(entered, from_own), strict=True)
+    )
+    return d_states, d_steps, None
+
+
+_carry.defvjp(_carry_forward, _carry_backward)
+
+
+def _step_inputs(states: _States, from_own: _States | None) -> _States:
+    """For each step the state that it changes."""
+    if from_own is None:
+        return states
+    own, shared = states
+    return tuple(jnp.where(is_own[..., None, None, None, None], own, shared) for is_own in from_own)
+
+
+def _product(formula: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.einsum(formula, a, b, precision=_EXACT)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
