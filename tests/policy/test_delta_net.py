@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from reterm_jax.policy import delta_net
 from reterm_jax.policy.chunk_inverse import unit_lower_inverse
 from reterm_jax.policy.delta_net import chunked_delta_rule, delta_rule_step
 from reterm_jax.policy.layers import l2_normalise
@@ -68,6 +69,26 @@ def test_gradients_equal_recurrence():
 
     for got, want in zip(jax.tree.leaves(loss(chunked)), jax.tree.leaves(loss(recurrence)), strict=True):
         np.testing.assert_allclose(got, want, atol=5e-5)
+
+
+@pytest.mark.parametrize("trunks", [False, True])
+def test_segments_change_nothing(trunks, monkeypatch):
+    """Rows of more chunks than are in memory at one time: 5 chunks in segments of 2, the last one padded."""
+    inputs, state = random_inputs(72)
+    documents = jnp.repeat(jnp.asarray([[0, 1, 2], [0, 1, 2]]), jnp.asarray([30, 15, 27]), axis=1)
+    trunk = jnp.zeros_like(documents) if trunks else None
+
+    def run():
+        def scalar(inputs, state):
+            out, final = chunked_delta_rule(*inputs, documents, state, chunk=16, trunk_BT=trunk)
+            return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.cos(final))
+
+        return jax.jit(jax.value_and_grad(scalar, argnums=(0, 1)))(inputs, state)
+
+    whole = run()
+    monkeypatch.setattr(delta_net, "_SEGMENT", 2)
+    for got, want in zip(jax.tree.leaves(run()), jax.tree.leaves(whole), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=2e-5)
 
 
 def test_fast_decay_stays_finite():
