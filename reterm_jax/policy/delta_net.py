@@ -27,7 +27,7 @@ DeltaNetParams = dict[str, jax.Array]
 # Accelerators multiply float32 in fewer bits by default; the chunk algebra needs them all.
 _EXACT = jax.lax.Precision.HIGHEST
 
-# Chunks of a long row whose algebra is in memory at one time.
+# Chunks of a long row whose algebra is in memory at one time; what is recomputed for it is so whatever `remat` says.
 _SEGMENT = 32
 
 
@@ -146,8 +146,9 @@ def chunked_delta_rule(
     that of the trunk at its end, and a token's way to its document's first token enters the chunk in one of them.
 
     Within a chunk the writes solve a unit lower-triangular system (the UT transform of arXiv 2406.06484, with decays
-    as in arXiv 2412.06464). Everything that does not depend on the state is computed for all chunks in parallel; the
-    sequential scan only carries S <- A S + M per chunk. All arrays are float32 except the integer documents.
+    as in arXiv 2412.06464). What does not depend on the state is computed for all chunks of a segment in parallel; the
+    sequential scan only carries S <- A S + M per chunk. A row of several segments computes each again for its gradient,
+    so that this takes the memory of one. All arrays are float32 except the integer documents.
     """
     B, T, G, R, V = v_BTGRV.shape
     chunk = min(chunk, 1 << (T - 1).bit_length())
@@ -161,7 +162,7 @@ def chunked_delta_rule(
     trunks = None if trunk_BT is None else _chunks_first(trunk_BT, chunk, pad, mode="edge")
     # The token before a chunk; before the first, a token of the row's first document.
     entering = tuple(None if x is None else jnp.concatenate([x[:1, :, 0], x[:-1, :, -1]]) for x in (documents, trunks))
-    chunks = (q, k, v, log_decay, strength, documents, trunks, *entering)
+    chunks = _Chunks(q, k, v, log_decay, strength, documents, trunks, *entering)
     states = (state_BGRKV,) if trunk_BT is None else (state_BGRKV, state_BGRKV)
     if segments == 1:
         states, out = _segment(states, chunks)
@@ -172,26 +173,44 @@ def chunked_delta_rule(
     return out_BTGRV[:, :T], states[0]
 
 
-def _segment(states: tuple, chunks: tuple) -> tuple[tuple, jax.Array]:
+_States = tuple[jax.Array, ...]  # [B,G,R,K,V]: the document's, and with trunks that of its trunk's end
+_Step = tuple[jax.Array, jax.Array, jax.Array]  # through [N,B,G,R,1,1], forget [N,B,G,R,K,K], write [N,B,G,R,K,V]
+
+
+class _Chunks(NamedTuple):
+    """The inputs of neighbouring chunks; without trunks the two fields of trunks are None."""
+
+    q_NBCGK: jax.Array
+    k_NBCGK: jax.Array
+    v_NBCGRV: jax.Array
+    log_decay_NBCGR: jax.Array
+    strength_NBCGR: jax.Array
+    documents_NBC: jax.Array
+    trunks_NBC: jax.Array | None
+    document_in_NB: jax.Array
+    trunk_in_NB: jax.Array | None
+
+
+def _segment(states: _States, chunks: _Chunks) -> tuple[_States, jax.Array]:
     """`chunked_delta_rule` for neighbouring chunks: (states after them, outputs [N,B,C,G,R,V])."""
-    q, k, v, log_decay_NBCGR, strength, documents_NBC, trunks_NBC, document_in_NB, trunk_in_NB = chunks
-    chunk, R = q.shape[2], v.shape[4]
-    q_NBGCK, k_NBGCK = (x.swapaxes(2, 3) for x in (q, k))
-    v_NBGRCV, strength_NBGRC = (jnp.moveaxis(x, 2, 4) for x in (v, strength))
+    documents_NBC, trunks_NBC = chunks.documents_NBC, chunks.trunks_NBC
+    chunk, R = chunks.v_NBCGRV.shape[2], chunks.v_NBCGRV.shape[4]
+    q_NBGCK, k_NBGCK = (x.swapaxes(2, 3) for x in (chunks.q_NBCGK, chunks.k_NBCGK))
+    v_NBGRCV, strength_NBGRC = (jnp.moveaxis(x, 2, 4) for x in (chunks.v_NBCGRV, chunks.strength_NBCGR))
 
     # Only the document that enters a chunk, or branches of a trunk that does, read the carried state.
     in_document_NBCC = documents_NBC[..., :, None] == documents_NBC[..., None, :]
-    reads_own_NBC = documents_NBC == document_in_NB[..., None]
+    reads_own_NBC = documents_NBC == chunks.document_in_NB[..., None]
     reads_NBC = reads_own_NBC
     if trunks_NBC is not None:
         in_document_NBCC |= trunks_NBC[..., :, None] == documents_NBC[..., None, :]
-        reads_own_NBC |= trunks_NBC == document_in_NB[..., None]
-        reads_NBC = reads_own_NBC | (trunks_NBC == trunk_in_NB[..., None])
+        reads_own_NBC |= trunks_NBC == chunks.document_in_NB[..., None]
+        reads_NBC = reads_own_NBC | (trunks_NBC == chunks.trunk_in_NB[..., None])
     visible_NBCC = in_document_NBCC & jnp.tril(jnp.ones((chunk, chunk), bool))
 
     # Summed from the document's first token in the chunk, not as a running sum over the chunk: no rounding error, not
     # even in gradients, then comes from the document before.
-    decay_sum_NBGRC = _product("nbij,nbjgr->nbgri", visible_NBCC.astype(log_decay_NBCGR.dtype), log_decay_NBCGR)
+    decay_sum_NBGRC = _product("nbij,nbjgr->nbgri", visible_NBCC.astype(jnp.float32), chunks.log_decay_NBCGR)
     # Masked before exp: above the diagonal and across documents the difference may be positive, and its exp overflow.
     difference = decay_sum_NBGRC[..., :, None] - decay_sum_NBGRC[..., None, :]
     decay_NBGRCC = jnp.exp(jnp.where(visible_NBCC[:, :, None, None], difference, -jnp.inf))
@@ -251,12 +270,10 @@ def _segment(states: tuple, chunks: tuple) -> tuple[tuple, jax.Array]:
     return states, jnp.moveaxis(out_NBGRCV, 4, 2)
 
 
-_Step = tuple[jax.Array, jax.Array, jax.Array]  # through [N,B,G,R,1,1], forget [N,B,G,R,K,K], write [N,B,G,R,K,V]
-_States = tuple[jax.Array, ...]
-
-
 @jax.custom_vjp
-def _carry(states: _States, steps: tuple[_Step, ...], from_own: _States | None) -> tuple[_States, _States]:
+def _carry(
+    states: _States, steps: tuple[_Step, ...], from_own: tuple[jax.Array, ...] | None
+) -> tuple[_States, _States]:
     """Carries the states from chunk to chunk: (those after the last, those that enter each [N,B,G,R,K,V]).
 
     Per step there is one state, which it makes of the one that `from_own` [N,B] says, the first or the second. The
@@ -275,12 +292,14 @@ def _carry(states: _States, steps: tuple[_Step, ...], from_own: _States | None) 
     return jax.lax.scan(chunk, states, (steps, from_own))
 
 
-def _carry_forward(states: _States, steps: tuple[_Step, ...], from_own: _States | None):
+def _carry_forward(
+    states: _States, steps: tuple[_Step, ...], from_own: tuple[jax.Array, ...] | None
+) -> tuple[tuple, tuple]:
     after, entered = _carry(states, steps, from_own)
     return (after, entered), (entered, [step[:2] for step in steps], from_own)
 
 
-def _carry_backward(kept, gradients: tuple[_States, _States]):
+def _carry_backward(kept: tuple, gradients: tuple[_States, _States]) -> tuple[_States, tuple[_Step, ...], None]:
     entered, steps, from_own = kept
     d_after, d_entered = gradients
 
@@ -313,7 +332,7 @@ def _carry_backward(kept, gradients: tuple[_States, _States]):
 _carry.defvjp(_carry_forward, _carry_backward)
 
 
-def _step_inputs(states: _States, from_own: _States | None) -> _States:
+def _step_inputs(states: _States, from_own: tuple[jax.Array, ...] | None) -> _States:
     """For each step the state that it changes."""
     if from_own is None:
         return states

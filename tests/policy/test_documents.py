@@ -74,8 +74,9 @@ def test_forked_equals_alone(config, key, row):
 def test_gradients_are_those_of_the_full_documents(config, key):
     """Each document has its own loss on its branch; a trunk's gradient is the sum over its branches."""
     params = slow_params(config, key)
-    row = [(37, (5, 20, 1)), (11, ()), (16, (3, 3))]
-    arrays, documents = forked(row, 128)
+    # The first trunk's state passes whole chunks, and a branch that begins from it then goes on into the next chunk.
+    row = [(37, (5, 40, 1, 20)), (11, ()), (16, (3, 3))]
+    arrays, documents = forked(row, 144)
     rng = np.random.default_rng(1)
     lengths = [b for _, branches in row for b in (branches or (None,))]
     weights = [rng.normal(size=(length or 11, config.hidden_size)).astype(np.float32) for length in lengths]

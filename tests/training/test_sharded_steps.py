@@ -45,6 +45,7 @@ print("same")
 
 FORKED = """
 import jax, numpy as np, optax
+from reterm_jax.policy import delta_net
 from reterm_jax.policy.config import QwenConfig
 from reterm_jax.policy.sharding import make_mesh, param_shardings
 from reterm_jax.policy.spec import init_params
@@ -53,6 +54,7 @@ from reterm_jax.tokens.packing import Example
 from reterm_jax.training.state import init_state
 from reterm_jax.training.steps import StepConfig, make_rl_step
 
+delta_net._SEGMENT = 2  # chunks, so that a row has several segments of them
 config = QwenConfig(
     "qwen3_5", 32, 16, 24, 2, 2, 2, 8, ("linear_attention", "full_attention"), compute_dtype="float32", remat="none",
     linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8, chunk_size=8,
