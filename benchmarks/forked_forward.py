@@ -4,7 +4,8 @@
     python benchmarks/forked_forward.py --plot=out.svg  # also a sweep over K and P/S
 
 The full sequences are rows of their own, one at a time, as the trainer runs them; the forked form is one row of
-P + K S positions. Ideal is the ratio of positions, K (P + S) / (P + K S): what a model without any attention gains.
+P + K S positions. Both keep the same for the backward pass (`--remat`). Ideal is the ratio of positions,
+K (P + S) / (P + K S): what a model without any attention gains.
 Bar: 0.85 of it.
 """
 
@@ -19,7 +20,7 @@ from absl import app, flags
 from models import small_qwen
 from reporting import finish, in_turns, ratio, temporary_bytes
 
-from reterm_jax.policy.config import QwenConfig
+from reterm_jax.policy.config import REMAT, QwenConfig
 from reterm_jax.policy.forward import hidden_states
 from reterm_jax.policy.spec import init_params
 
@@ -28,12 +29,13 @@ _BRANCH = flags.DEFINE_integer("branch", 512, "S, tokens of a branch.")
 _FORKS = flags.DEFINE_integer("forks", 8, "K, branches.")
 _HIDDEN = flags.DEFINE_integer("hidden", 512, "Hidden size; the MLP has three times as many.")
 _LAYERS = flags.DEFINE_integer("layers", 4, "Layers; every fourth is full attention.")
+_REMAT = flags.DEFINE_enum("remat", "dots", REMAT, "What a layer keeps for its backward pass.")
 _REPEATS = flags.DEFINE_integer("repeats", 3, "Timed passes of each; the median of the ratios counts.")
 _PLOT = flags.DEFINE_string("plot", None, "Sweeps K and P/S too and draws the ratios into this SVG or PNG.")
 
 
 def main(_: list[str]) -> None:
-    config = small_qwen(_HIDDEN.value, _LAYERS.value, remat="full")
+    config = small_qwen(_HIDDEN.value, _LAYERS.value, remat=_REMAT.value)
     params = jax.jit(init_params, static_argnums=0)(config, jax.random.key(0))
     achieved, ideal = _compare(params, config, _PREFIX.value, _BRANCH.value, _FORKS.value, show=True)
     if _PLOT.value:
@@ -82,7 +84,8 @@ def _compare(params, config: QwenConfig, P: int, S: int, K: int, show: bool = Fa
         a, b = (jax.tree.leaves(f(params)) for f in (full, forked))
         scale = max(float(jnp.abs(x).max()) for x in a)
         worst = max(float(jnp.abs(x - y).max()) for x, y in zip(a, b, strict=True))
-        print(f"P = {P}, S = {S}, K = {K}, hidden {config.hidden_size}, {config.num_hidden_layers} layers")
+        sizes = f"hidden {config.hidden_size}, {config.num_hidden_layers} layers"
+        print(f"P = {P}, S = {S}, K = {K}, {sizes}, remat {config.remat}")
         print(f"{'':8}{'s':>8}{'positions':>11}{'temporaries':>13}")
         for name, count, function in (("full", K * (P + S), full), ("forked", P + K * S, forked)):
             memory = temporary_bytes(function, params)

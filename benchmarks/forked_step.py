@@ -22,7 +22,7 @@ from absl import app, flags
 from models import small_qwen
 from reporting import finish
 
-from reterm_jax.policy.config import QwenConfig
+from reterm_jax.policy.config import REMAT, QwenConfig
 from reterm_jax.policy.sharding import make_mesh, param_shardings
 from reterm_jax.policy.spec import abstract_params, init_params
 from reterm_jax.tokens.forking import pack_forked
@@ -36,7 +36,7 @@ _PREFIX = flags.DEFINE_integer("prefix", 2048, "Tokens that the branches of a gr
 _BRANCH = flags.DEFINE_integer("branch", 512, "Mean tokens of a branch; they vary from a half to one and a half of it.")
 _HIDDEN = flags.DEFINE_integer("hidden", 512, "Hidden size; the MLP has three times as many.")
 _LAYERS = flags.DEFINE_integer("layers", 4, "Layers; every fourth is full attention.")
-_REMAT = flags.DEFINE_enum("remat", "full", ["none", "dots", "full"], "What a layer keeps for its backward pass.")
+_REMAT = flags.DEFINE_enum("remat", "dots", REMAT, "What a layer keeps for its backward pass.")
 _REPEATS = flags.DEFINE_integer("repeats", 3, "Timed updates of each kind; the median of the ratios counts.")
 _PLOT = flags.DEFINE_string("plot", None, "Sweeps K and P/S too and draws the ratios into this SVG or PNG.")
 

@@ -23,7 +23,7 @@ from reporting import finish, in_turns, ratio
 from reterm_jax.losses.token_logprobs import token_logprobs
 from reterm_jax.policy import forward, hf
 from reterm_jax.policy.attention import self_attention
-from reterm_jax.policy.config import LINEAR, QwenConfig
+from reterm_jax.policy.config import LINEAR, REMAT, QwenConfig
 from reterm_jax.policy.delta_net import delta_net, initial_state
 from reterm_jax.policy.documents import Documents
 from reterm_jax.policy.flops import forward_flops
@@ -34,7 +34,7 @@ _LAYERS = flags.DEFINE_integer("layers", 8, "Layers; every fourth is full attent
 _CHUNK = flags.DEFINE_integer("chunk_size", 64, "Tokens of a DeltaNet chunk.")
 _BLOCK = flags.DEFINE_integer("attention_block", 256, "Queries attended at once.")
 # New memory is what costs most next to the products: "none" keeps 3.0 GB for the backward pass, "dots" 0.9 GB.
-_REMAT = flags.DEFINE_enum("remat", "dots", ["none", "dots", "full"], "What a layer keeps for its backward pass.")
+_REMAT = flags.DEFINE_enum("remat", "dots", REMAT, "What a layer keeps for its backward pass.")
 _REPEATS = flags.DEFINE_integer("repeats", 3, "Timed passes of each; the median of the ratios counts.")
 
 SIZES = {

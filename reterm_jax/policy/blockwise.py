@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from reterm_jax.policy.documents import Documents
+from reterm_jax.policy.layers import mixed
 
 # Stands for minus infinity in running maxima, where the difference of two infinities would not be a number.
 _LOWEST = -1e30
@@ -73,8 +74,8 @@ def _forward(q_BGRTK, k_BGTK, v_BGTK, own_BT, trunk_BT, block):
     nothing = jnp.zeros(q_BGRTK.shape[:-1], jnp.float32)
     start = jnp.zeros(q_BGRTK.shape, jnp.float32), nothing, nothing + _LOWEST
     total_BGRTK, weight_BGRT, largest_BGRT = lax.fori_loop(0, pairs.count, meet, start)
-    out_BGRTK = (total_BGRTK / weight_BGRT[..., None]).astype(v_BGTK.dtype)
-    norm_BGRT = largest_BGRT + jnp.log(weight_BGRT)
+    out_BGRTK = mixed((total_BGRTK / weight_BGRT[..., None]).astype(v_BGTK.dtype))
+    norm_BGRT = mixed(largest_BGRT + jnp.log(weight_BGRT))
     return out_BGRTK, (q_BGRTK, k_BGTK, v_BGTK, own_BT, trunk_BT, out_BGRTK, norm_BGRT)
 
 

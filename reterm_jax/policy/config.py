@@ -14,7 +14,7 @@ BLOCKWISE = "blockwise"
 
 _FAMILY_OF_MODEL_TYPE = {"qwen3": "qwen3", "qwen3_5": "qwen3_5", "qwen3_5_text": "qwen3_5"}
 _ARCHITECTURE = {"qwen3": ("qwen3", "Qwen3ForCausalLM"), "qwen3_5": ("qwen3_5_text", "Qwen3_5ForCausalLM")}
-_REMAT = ("none", "dots", "full")
+REMAT = ("none", "dots", "mixers", "full")
 _DTYPES = ("float32", "bfloat16")
 _ATTENTION = (BLOCKWISE, "splash", "pallas_gpu")
 
@@ -29,7 +29,8 @@ class QwenConfig:
 
     Field names follow `config.json`. The `linear_*` fields are only used by `qwen3_5`. The last group is ours:
       compute_dtype: dtype of matmuls and activations ("float32" or "bfloat16"); master parameters stay float32.
-      remat: what a layer keeps for its backward pass: "none" (everything), "dots" (matmul results), "full" (its input).
+      remat: what a layer keeps for its backward pass: "full" (full recomputation: its input), "mixers" (also results of
+        attention and DeltaNet, [T,D] arrays that cost the most time), "dots" (also those of matmuls), "none" (all).
       chunk_size: tokens per DeltaNet chunk, a power of two.
       attention_block: queries and keys that meet at once in training; bounds the scores to [block, block] a head.
       attention: "blockwise", or the fused kernel for rows that it takes: "splash" (TPU), "pallas_gpu".
@@ -69,7 +70,7 @@ class QwenConfig:
 
         require(self.family in _ARCHITECTURE, "family", f"use one of {sorted(_ARCHITECTURE)}")
         require(self.compute_dtype in _DTYPES, "compute_dtype", f"use one of {_DTYPES}")
-        require(self.remat in _REMAT, "remat", f"use one of {_REMAT}")
+        require(self.remat in REMAT, "remat", f"use one of {REMAT}")
         require(self.attention in _ATTENTION, "attention", f"use one of {_ATTENTION}")
         require(len(self.layer_types) == self.num_hidden_layers, "layer_types", "one entry per hidden layer")
         known = (FULL, LINEAR) if self.family == "qwen3_5" else (FULL,)

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from reterm_jax.policy.chunk_inverse import unit_lower_inverse
 from reterm_jax.policy.config import QwenConfig
 from reterm_jax.policy.documents import Documents
-from reterm_jax.policy.layers import gated_rms_norm, l2_normalise, project, times_weight
+from reterm_jax.policy.layers import gated_rms_norm, l2_normalise, mixed, project, times_weight
 
 DeltaNetParams = dict[str, jax.Array]
 
@@ -103,8 +103,9 @@ def delta_net(
             chunk=config.chunk_size,
             trunk_BT=documents.trunk_BT,
         )
-    gate_BTHV = project(x_BTD, p["z_proj"])
-    out_BTHV = gated_rms_norm(out_BTGRV.reshape(B, T, H, V), gate_BTHV, p["norm"], eps=config.rms_norm_eps)
+    # Rounded as the reference and the sampler's kernels do.
+    out_BTHV = mixed(out_BTGRV.reshape(B, T, H, V).astype(config.compute_dtype))
+    out_BTHV = gated_rms_norm(out_BTHV, project(x_BTD, p["z_proj"]), p["norm"], eps=config.rms_norm_eps)
     out_BTD = project(out_BTHV, p["out_proj"], axes=2)
     histories = (_last_inputs(x, config.linear_conv_kernel_dim - 1, valid_BT) for x in joined)
     return out_BTD, DeltaState(*histories, state)
@@ -168,7 +169,8 @@ def chunked_delta_rule(
         states, out = _segment(states, chunks)
     else:
         chunks = jax.tree.map(lambda x: x.reshape(segments, -1, *x.shape[1:]), chunks)
-        states, out = jax.lax.scan(jax.checkpoint(_segment, prevent_cse=False), states, chunks)
+        recomputed = jax.checkpoint(_segment, prevent_cse=False)
+        states, out = jax.lax.scan(lambda states, chunks: recomputed(mixed(states), chunks), states, chunks)
     out_BTGRV = jnp.moveaxis(out.reshape(-1, B, chunk, G, R, V), 0, 1).reshape(B, T + pad, G, R, V)
     return out_BTGRV[:, :T], states[0]
 

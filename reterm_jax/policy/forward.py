@@ -9,12 +9,13 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import Primitive
 
 from reterm_jax.policy.attention import self_attention
 from reterm_jax.policy.config import LINEAR, QwenConfig
 from reterm_jax.policy.delta_net import delta_net, initial_state
 from reterm_jax.policy.documents import Documents
-from reterm_jax.policy.layers import mlp, rms_norm
+from reterm_jax.policy.layers import MIXED, mlp, rms_norm
 from reterm_jax.policy.sharding import constrain_batch, constrain_residual, gather_vocab
 from reterm_jax.policy.spec import Params
 
@@ -99,9 +100,19 @@ def _apply_run(layer: Callable, x_BTD: jax.Array, run_params: list[Params], conf
 
 
 def _kept(config: QwenConfig) -> Callable:
-    """What stays in memory for the backward pass: the inputs of all layers and, with "dots", results of matmuls."""
+    """What stays in memory for the backward pass: see `QwenConfig.remat`."""
     policies = jax.checkpoint_policies
-    inputs = policies.save_only_these_names(_INPUT)
+    if config.remat == "full":
+        return policies.save_only_these_names(_INPUT)
+    named = policies.save_only_these_names(_INPUT, MIXED)
+    kept = policies.save_from_both_policies(named, _is_fused_kernel)
     if config.remat == "dots":
-        return policies.save_from_both_policies(inputs, policies.dots_with_no_batch_dims_saveable)
-    return inputs
+        return policies.save_from_both_policies(kept, policies.dots_with_no_batch_dims_saveable)
+    return kept
+
+
+def _is_fused_kernel(primitive: Primitive, *_: object, **params: object) -> bool:
+    """Whether this is an attention kernel, whose results cannot be named inside; the GPU's calls itself by its rule."""
+    if primitive.name == "custom_vjp_call":
+        return "pallas_call" in str(params["call_jaxpr"])
+    return primitive.name == "pallas_call"

@@ -6,8 +6,17 @@ import math
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from reterm_jax.policy.config import QwenConfig
+
+# The name of what `QwenConfig.remat` = "mixers" keeps: what attention and DeltaNet would otherwise compute again.
+MIXED = "mixed"
+
+
+def mixed(x: jax.Array) -> jax.Array:
+    """x, by name one of a mixer's results, see `MIXED`."""
+    return checkpoint_name(x, MIXED)
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, *, eps: float, offset: float) -> jax.Array:

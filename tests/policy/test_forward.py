@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from tiny_models import forward, init, slow_params, tiny_config
 
+from reterm_jax.policy import delta_net
 from reterm_jax.policy.forward import head, hidden_states
 
 
@@ -71,7 +72,7 @@ HYBRID = {"num_hidden_layers": 6, "layer_types": ("linear_attention", "linear_at
 
 
 @pytest.mark.parametrize(("family", "layers"), [("qwen3", {}), ("qwen3_5", HYBRID)])
-def test_remat_and_block_size_change_nothing(key, family, layers):
+def test_remat_segments_and_block_size_change_nothing(monkeypatch, key, family, layers):
     config = tiny_config(family, **layers)
     params = init(config, key)
     tokens, segments, positions = pack((30, 40), 80)
@@ -83,7 +84,8 @@ def test_remat_and_block_size_change_nothing(key, family, layers):
         return jax.jit(jax.grad(loss))(params)
 
     want = gradients(config)
-    for remat in ("dots", "full"):
+    monkeypatch.setattr(delta_net, "_SEGMENT", 2)
+    for remat in ("dots", "mixers", "full"):
         got = gradients(config.replace(remat=remat, attention_block=7))
         for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
             np.testing.assert_allclose(a, b, atol=2e-4 * (1 + np.abs(b).max()))
@@ -104,8 +106,36 @@ def test_remat_keeps_less():
         return sum(x.size for x in leaves) - sum(x.size for x in jax.tree.leaves(params["layers"]))
 
     inputs = config.num_hidden_layers * tokens.size * config.hidden_size
-    none, dots, full = map(kept, ("none", "dots", "full"))
-    assert inputs <= full < 1.5 * inputs < 2 * full < dots < none
+    none, dots, mixers, full = map(kept, ("none", "dots", "mixers", "full"))
+    attention = config.num_attention_heads * (config.head_dim + 1)  # and the log-normaliser
+    results = tokens.size * (2 * attention + 4 * config.linear_num_value_heads * config.linear_value_head_dim)
+    assert inputs <= full < 1.5 * inputs
+    assert full + results <= mixers < full + 1.1 * results < dots < none
+
+
+@pytest.mark.parametrize(
+    ("kind", "attention", "loop"),
+    [
+        ("full_attention", "blockwise", "while["),
+        ("full_attention", "splash", "pallas_call["),
+        ("full_attention", "pallas_gpu", "pallas_call["),
+        ("linear_attention", "blockwise", "scan["),
+    ],
+)
+def test_mixers_are_not_computed_again(monkeypatch, kind, attention, loop):
+    monkeypatch.setattr(delta_net, "_SEGMENT", 2)
+    config = tiny_config("qwen3_5", num_hidden_layers=1, layer_types=(kind,), head_dim=64, attention=attention)
+    params = jax.eval_shape(lambda: init(config, jax.random.key(0)))
+
+    def loops(remat):
+        tokens, segments, positions = pack((100, 20), 128)
+
+        def total(params):
+            return jnp.sum(hidden_states(params, config.replace(remat=remat), tokens, segments, positions))
+
+        return str(jax.make_jaxpr(jax.grad(total))(params)).count(loop)
+
+    assert loops("dots") == loops("mixers") < loops("full")
 
 
 def test_compute_dtype(config, key):
