@@ -51,37 +51,40 @@ def _attention(q_BGRTK, k_BGTK, v_BGTK, own_BT, trunk_BT, block):
 
 
 def _forward(q_BGRTK, k_BGTK, v_BGTK, own_BT, trunk_BT, block):
-    pairs = _Pairs(q_BGRTK, k_BGTK, v_BGTK, own_BT, trunk_BT, block)
+    pairs = _Pairs(own_BT, trunk_BT, block)
+    B, G, R, T, K = q_BGRTK.shape
 
-    def meet(pair, carry):
-        i, j = pairs.queries_N[pair], pairs.keys_N[pair]
-        total_BGRCK, weight_BGRC, largest_BGRC = (_slice(x, i, block, axis=3) for x in carry)
-        q, k, v = pairs.arrays(i, j)
-        scores = jnp.einsum("bgrtk,bgsk->bgrts", q, k, preferred_element_type=jnp.float32)
-        visible = pairs.visible(i, j)[:, None, None]
-        scores = jnp.where(visible, scores, _LOWEST)
-        new_largest = jnp.maximum(largest_BGRC, jnp.max(scores, axis=-1))
-        weights = jnp.where(visible, jnp.exp(scores - new_largest[..., None]), 0.0)
-        rescale = jnp.exp(largest_BGRC - new_largest)
-        seen = jnp.einsum("bgrts,bgsk->bgrtk", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
-        new = (
-            total_BGRCK * rescale[..., None] + seen,
-            weight_BGRC * rescale + jnp.sum(weights, axis=-1),
-            new_largest,
-        )
-        return tuple(_put(x, part, i, block, axis=3) for x, part in zip(carry, new, strict=True))
+    def queries(i, carry):
+        q_BGRCK = _slice(q_BGRTK, i, block, axis=3)
 
-    nothing = jnp.zeros(q_BGRTK.shape[:-1], jnp.float32)
-    start = jnp.zeros(q_BGRTK.shape, jnp.float32), nothing, nothing + _LOWEST
-    total_BGRTK, weight_BGRT, largest_BGRT = lax.fori_loop(0, pairs.count, meet, start)
-    out_BGRTK = mixed((total_BGRTK / weight_BGRT[..., None]).astype(v_BGTK.dtype))
-    norm_BGRT = mixed(largest_BGRT + jnp.log(weight_BGRT))
+        def meet(pair, carry):
+            total_BGRCK, weight_BGRC, largest_BGRC = carry
+            j = pairs.keys_N[pair]
+            k, v = (_slice(x, j, block, axis=2) for x in (k_BGTK, v_BGTK))
+            scores = jnp.einsum("bgrtk,bgsk->bgrts", q_BGRCK, k, preferred_element_type=jnp.float32)
+            visible = pairs.visible(i, j)[:, None, None]
+            scores = jnp.where(visible, scores, _LOWEST)
+            new_largest = jnp.maximum(largest_BGRC, jnp.max(scores, axis=-1))
+            weights = jnp.where(visible, jnp.exp(scores - new_largest[..., None]), 0.0)
+            rescale = jnp.exp(largest_BGRC - new_largest)
+            seen = jnp.einsum("bgrts,bgsk->bgrtk", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+            return total_BGRCK * rescale[..., None] + seen, weight_BGRC * rescale + jnp.sum(weights, -1), new_largest
+
+        nothing = jnp.zeros((B, G, R, block), jnp.float32)
+        start = jnp.zeros((B, G, R, block, K), jnp.float32), nothing, nothing + _LOWEST
+        total, weight, largest = lax.fori_loop(pairs.starts_N[i], pairs.starts_N[i + 1], meet, start)
+        results = (total / weight[..., None]).astype(v_BGTK.dtype), largest + jnp.log(weight)
+        return tuple(_put(x, result, i, block, axis=3) for x, result in zip(carry, results, strict=True))
+
+    empty = jnp.zeros(q_BGRTK.shape, v_BGTK.dtype), jnp.zeros((B, G, R, T), jnp.float32)
+    out_BGRTK, norm_BGRT = (mixed(x) for x in lax.fori_loop(0, T // block, queries, empty))
     return out_BGRTK, (q_BGRTK, k_BGTK, v_BGTK, own_BT, trunk_BT, out_BGRTK, norm_BGRT)
 
 
 def _backward(block, residuals, dout_BGRTK):
     q_BGRTK, k_BGTK, v_BGTK, own_BT, trunk_BT, out_BGRTK, norm_BGRT = residuals
-    pairs = _Pairs(q_BGRTK, k_BGTK, v_BGTK, own_BT, trunk_BT, block)
+    pairs = _Pairs(own_BT, trunk_BT, block)
+    B, G, R, T, K = q_BGRTK.shape
     # sum_s p_ts dp_ts, by which the softmax's gradient is centred.
     centre_BGRT = jnp.einsum("bgrtk,bgrtk->bgrt", dout_BGRTK, out_BGRTK, preferred_element_type=jnp.float32)
     product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
@@ -89,45 +92,47 @@ def _backward(block, residuals, dout_BGRTK):
     # XLA's CPU backend refuses bfloat16 where it has to turn them in the product.
     k_BGKT = k_BGTK.swapaxes(2, 3)
 
-    def meet(pair, carry):
-        dq_BGKRT, dk_BGTK, dv_BGTK = carry
-        i, j = pairs.queries_N[pair], pairs.keys_N[pair]
-        q, k, v = pairs.arrays(i, j)
-        dout = _slice(dout_BGRTK, i, block, axis=3)
+    def queries(i, carry):
+        dq_BGRTK, dk_BGTK, dv_BGTK = carry
+        q, dout = (_slice(x, i, block, axis=3) for x in (q_BGRTK, dout_BGRTK))
         norm, centre = (_slice(x, i, block, axis=3)[:, :, None] for x in (norm_BGRT, centre_BGRT))
-        # Keys first, as two of the three gradients need them: [B,G,S,R,T].
-        visible = pairs.visible(i, j).swapaxes(-1, -2)[:, None, :, None]
-        weights = jnp.where(visible, jnp.exp(product("bgsk,bgrtk->bgsrt", k, q) - norm), 0.0)
-        dscores = (weights * (product("bgsk,bgrtk->bgsrt", v, dout) - centre)).astype(q.dtype)
-        dq = product("bgks,bgsrt->bgkrt", _slice(k_BGKT, j, block, axis=3), dscores)
-        dk = product("bgsrt,bgrtk->bgsk", dscores, q)
-        dv = product("bgsrt,bgrtk->bgsk", weights.astype(dout.dtype), dout)
-        return (
-            _put(dq_BGKRT, _slice(dq_BGKRT, i, block, axis=4) + dq, i, block, axis=4),
-            _put(dk_BGTK, _slice(dk_BGTK, j, block, axis=2) + dk, j, block, axis=2),
-            _put(dv_BGTK, _slice(dv_BGTK, j, block, axis=2) + dv, j, block, axis=2),
-        )
 
-    start = (jnp.zeros(x.shape, jnp.float32) for x in (jnp.moveaxis(q_BGRTK, -1, 2), k_BGTK, v_BGTK))
-    grads = lax.fori_loop(0, pairs.count, meet, tuple(start))
-    dq_BGKRT, dk, dv = (grad.astype(x.dtype) for grad, x in zip(grads, (q_BGRTK, k_BGTK, v_BGTK), strict=True))
-    return jnp.moveaxis(dq_BGKRT, 2, -1), dk, dv, None, None
+        def meet(pair, carry):
+            dq_BGKRC, dk_BGTK, dv_BGTK = carry
+            j = pairs.keys_N[pair]
+            k, v = (_slice(x, j, block, axis=2) for x in (k_BGTK, v_BGTK))
+            # Keys first, as two of the three gradients need them: [B,G,S,R,T].
+            visible = pairs.visible(i, j).swapaxes(-1, -2)[:, None, :, None]
+            weights = jnp.where(visible, jnp.exp(product("bgsk,bgrtk->bgsrt", k, q) - norm), 0.0)
+            dscores = (weights * (product("bgsk,bgrtk->bgsrt", v, dout) - centre)).astype(q.dtype)
+            dq = product("bgks,bgsrt->bgkrt", _slice(k_BGKT, j, block, axis=3), dscores)
+            dk = product("bgsrt,bgrtk->bgsk", dscores, q)
+            dv = product("bgsrt,bgrtk->bgsk", weights.astype(dout.dtype), dout)
+            return dq_BGKRC + dq, _add(dk_BGTK, dk, j, block, axis=2), _add(dv_BGTK, dv, j, block, axis=2)
+
+        start = jnp.zeros((B, G, K, R, block), jnp.float32), dk_BGTK, dv_BGTK
+        dq, dk_BGTK, dv_BGTK = lax.fori_loop(pairs.starts_N[i], pairs.starts_N[i + 1], meet, start)
+        dq = jnp.moveaxis(dq, 2, -1).astype(dq_BGRTK.dtype)
+        return _put(dq_BGRTK, dq, i, block, axis=3), dk_BGTK, dv_BGTK
+
+    start = jnp.zeros_like(q_BGRTK), *(jnp.zeros(x.shape, jnp.float32) for x in (k_BGTK, v_BGTK))
+    dq, dk, dv = lax.fori_loop(0, T // block, queries, start)
+    return dq, dk.astype(k_BGTK.dtype), dv.astype(v_BGTK.dtype), None, None
 
 
 _attention.defvjp(_forward, _backward)
 
 
 class _Pairs:
-    """The pairs of a block of queries and a block of keys that have any score.
+    """The pairs of a block of queries and a block of keys that have any score, by the block of queries.
 
     Attributes:
-      count: how many there are.
-      queries_N, keys_N: the blocks of each; what is after `count` means nothing.
+      starts_N: for each block of queries where its pairs start, and then where the last one's end.
+      keys_N: a pair's block of keys; what is after the last pair means nothing.
     """
 
-    def __init__(self, q_BGRTK, k_BGTK, v_BGTK, own_BT, trunk_BT, block):
+    def __init__(self, own_BT, trunk_BT, block):
         self._block = block
-        self._arrays = q_BGRTK, k_BGTK, v_BGTK
         self._own_BT, self._trunk_BT = own_BT, trunk_BT
         # Documents are numbered along the row, so a block's keys lie in a range of them. A range of trunks may cover
         # more than the queries need: that costs time, not exactness.
@@ -140,14 +145,8 @@ class _Pairs:
 
         seen_BNN = overlap(first_BN, last_BN) | overlap(trunk_BNC.min(axis=-1), trunk_BNC.max(axis=-1))
         meet_NN = jnp.any(seen_BNN, axis=0) & jnp.tril(jnp.ones((blocks, blocks), bool))
-        self.count = jnp.sum(meet_NN)
-        self.queries_N, self.keys_N = jnp.nonzero(meet_NN, size=blocks * (blocks + 1) // 2, fill_value=0)
-
-    def arrays(self, i, j):
-        """Queries [B,G,R,C,K] of block i, keys and values [B,G,C,K] of block j."""
-        return tuple(
-            _slice(x, at, self._block, axis) for x, at, axis in zip(self._arrays, (i, j, j), (3, 2, 2), strict=True)
-        )
+        self.starts_N = jnp.pad(jnp.cumsum(jnp.sum(meet_NN, axis=1)), (1, 0))
+        self.keys_N = jnp.nonzero(meet_NN, size=blocks * (blocks + 1) // 2, fill_value=0)[1]
 
     def visible(self, i, j):
         """Which of the queries of block i see which of the keys of block j: bool [B,C,C]."""
@@ -164,3 +163,7 @@ def _slice(x, index, block, axis):
 
 def _put(x, part, index, block, axis):
     return lax.dynamic_update_slice_in_dim(x, part, index * block, axis)
+
+
+def _add(x, part, index, block, axis):
+    return _put(x, _slice(x, index, block, axis) + part, index, block, axis)

@@ -382,7 +382,7 @@ def _short_convolution(joined_BSHK: jax.Array, weight_HKW: jax.Array, documents:
             inputs_BTHK = joined_BSHK[:, tap : tap + T]
         else:
             column_BT, same_BT = documents.before(W - 1 - tap)
-            inputs_BTHK = jnp.take_along_axis(joined_BSHK, (W - 1 + column_BT)[..., None, None], axis=1)
+            inputs_BTHK = jnp.take_along_axis(joined_BSHK, (W - 1 + column_BT)[..., None, None], axis=1, mode="clip")
         term = times_weight(inputs_BTHK.astype(jnp.float32), weight_HKW[..., tap])
         total = total + jnp.where(same_BT[..., None, None], term, 0.0)
     return jax.nn.silu(total).astype(joined_BSHK.dtype)
