@@ -176,7 +176,7 @@ def chunked_delta_rule(
 
 
 _States = tuple[jax.Array, ...]  # [B,G,R,K,V]: the document's, and with trunks that of its trunk's end
-_Step = tuple[jax.Array, jax.Array, jax.Array]  # through [N,B,G,R,1,1], forget [N,B,G,R,K,K], write [N,B,G,R,K,V]
+_Step = tuple[jax.Array, jax.Array]  # a state S becomes keep S + write: keep [N,B,G,R,K,K], write [N,B,G,R,K,V]
 
 
 class _Chunks(NamedTuple):
@@ -230,14 +230,15 @@ def _segment(states: _States, chunks: _Chunks) -> tuple[_States, jax.Array]:
     own_NBGRCV = _product("nbgrij,nbgrjv->nbgriv", inverse_NBGRCC, values_NBGRCV)
     read_NBGRCK = _product("nbgrij,nbgrjk->nbgrik", inverse_NBGRCC, keys_NBGRCK)
 
-    def transition(decay_out: jax.Array, decay_through: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """The state at a token as a function S -> through S - forget S + write of the state that its way enters in."""
+    def step(decay_out: jax.Array, decay_through: jax.Array) -> _Step:
+        """The state at a token as a function of the state that its way enters the chunk in."""
         k_out_NBGRCK = k_NBGRCK * decay_out[..., None]
         forget_NBGRKK = _product("nbgrck,nbgrcl->nbgrkl", k_out_NBGRCK, read_NBGRCK)
         write_NBGRKV = _product("nbgrck,nbgrcv->nbgrkv", k_out_NBGRCK, own_NBGRCV)
-        return decay_through[..., None, None], forget_NBGRKK, write_NBGRKV
+        keep_NBGRKK = decay_through[..., None, None] * jnp.eye(forget_NBGRKK.shape[-1]) - forget_NBGRKK
+        return keep_NBGRKK, write_NBGRKV
 
-    at_end = transition(decay_NBGRCC[..., -1, :], decay_in_NBGRC[..., -1])
+    at_end = step(decay_NBGRCC[..., -1, :], decay_in_NBGRC[..., -1])
     if trunks_NBC is None:
         states, entered = _carry(states, (at_end,), None)
     else:
@@ -254,7 +255,7 @@ def _segment(states: _States, chunks: _Chunks) -> tuple[_States, jax.Array]:
         difference = at_last(decay_sum_NBGRC)[..., None] - decay_sum_NBGRC
         decay_out_NBGRC = jnp.exp(jnp.where(seen_NBC[:, :, None, None], difference, -jnp.inf))
         ended_NB11 = (last_NB < 0)[..., None, None]
-        trunk_end = transition(decay_out_NBGRC, jnp.where(ended_NB11, 1.0, at_last(decay_in_NBGRC)))
+        trunk_end = step(decay_out_NBGRC, jnp.where(ended_NB11, 1.0, at_last(decay_in_NBGRC)))
         own_at_end_NB = reads_own_NBC[..., -1]
         own_at_trunk_NB = jnp.any(in_trunk_NBC & reads_own_NBC, axis=-1) & (last_NB >= 0)
 
@@ -286,8 +287,8 @@ def _carry(
     def chunk(states: _States, inputs: tuple) -> tuple[_States, _States]:
         steps, from_own = inputs
         after = [
-            through * state - _product("bgrkl,bgrlv->bgrkv", forget, state) + write
-            for (through, forget, write), state in zip(steps, _step_inputs(states, from_own), strict=True)
+            _product("bgrkl,bgrlv->bgrkv", keep, state) + write
+            for (keep, write), state in zip(steps, _step_inputs(states, from_own), strict=True)
         ]
         return tuple(after), states
 
@@ -298,19 +299,16 @@ def _carry_forward(
     states: _States, steps: tuple[_Step, ...], from_own: tuple[jax.Array, ...] | None
 ) -> tuple[tuple, tuple]:
     after, entered = _carry(states, steps, from_own)
-    return (after, entered), (entered, [step[:2] for step in steps], from_own)
+    return (after, entered), (entered, [keep for keep, _ in steps], from_own)
 
 
 def _carry_backward(kept: tuple, gradients: tuple[_States, _States]) -> tuple[_States, tuple[_Step, ...], None]:
-    entered, steps, from_own = kept
+    entered, keeps, from_own = kept
     d_after, d_entered = gradients
 
     def chunk(d_after: _States, inputs: tuple) -> tuple[_States, _States]:
-        steps, from_own, d_entered = inputs
-        d_inputs = [
-            through * d - _product("bgrlk,bgrlv->bgrkv", forget, d)
-            for (through, forget), d in zip(steps, d_after, strict=True)
-        ]
+        keeps, from_own, d_entered = inputs
+        d_inputs = [_product("bgrlk,bgrlv->bgrkv", keep, d) for keep, d in zip(keeps, d_after, strict=True)]
         if from_own is None:
             return (d_entered[0] + d_inputs[0],), d_after
         owns = [own[:, None, None, None, None] for own in from_own]
@@ -319,13 +317,9 @@ def _carry_backward(kept: tuple, gradients: tuple[_States, _States]) -> tuple[_S
             d_own, d_shared = d_own + jnp.where(own, d, 0.0), d_shared + jnp.where(own, 0.0, d)
         return (d_own, d_shared), d_after
 
-    d_states, d_writes = jax.lax.scan(chunk, d_after, (steps, from_own, d_entered), reverse=True)
+    d_states, d_writes = jax.lax.scan(chunk, d_after, (keeps, from_own, d_entered), reverse=True)
     d_steps = tuple(
-        (
-            jnp.sum(d * state, axis=(-2, -1), keepdims=True),
-            -_product("nbgrkv,nbgrlv->nbgrkl", d, state),
-            d,
-        )
+        (_product("nbgrkv,nbgrlv->nbgrkl", d, state), d)
         for d, state in zip(d_writes, _step_inputs(entered, from_own), strict=True)
     )
     return d_states, d_steps, None
@@ -342,8 +336,22 @@ def _step_inputs(states: _States, from_own: tuple[jax.Array, ...] | None) -> _St
     return tuple(jnp.where(is_own[..., None, None, None, None], own, shared) for is_own in from_own)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _product(formula: str, a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.einsum(formula, a, b, precision=_EXACT)
+
+
+def _product_backward(formula: str, factors: tuple[jax.Array, jax.Array], d: jax.Array) -> tuple[jax.Array, jax.Array]:
+    # Written out so that a gradient comes as its factor lies; by JAX's own rule every other one has to be turned.
+    a, b = factors
+    of_a, of_b, of_d = formula.replace("->", ",").split(",")
+    return (
+        jnp.einsum(f"{of_d},{of_b}->{of_a}", d, b, precision=_EXACT),
+        jnp.einsum(f"{of_a},{of_d}->{of_b}", a, d, precision=_EXACT),
+    )
+
+
+_product.defvjp(lambda formula, a, b: (_product(formula, a, b), (a, b)), _product_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
